@@ -1,0 +1,145 @@
+"""What each attention kernel can do: one row per implementation, and everything else derived from it.
+
+Kernel choice, the vLLM backend's ``supports_*`` answers, ``magi-serve doctor`` and the text of errors all
+ask `KernelSpec.why_not`. To add or change support, change a row here; there is no second list.
+"""
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from magi_serve.types import AttentionProblem
+
+_SHORT = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+@functools.cache
+def _triton_problem() -> str | None:
+    """Why triton cannot be used at all, or None."""
+    return None if importlib.util.find_spec("triton") else "triton is not installed: pip install triton"
+
+
+@functools.cache
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU (``TRITON_INTERPRET=1``)."""
+    if _triton_problem():
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One implementation of attention, and the problems it takes.
+
+    Attributes:
+        name: what ``kernel=`` and ``MAGI_SERVE_KERNEL`` call it.
+        module: where it lives; loaded when first launched.
+        devices: device types it runs on.
+        min_arch: least CUDA compute capability, as ``10 * major + minor``.
+        dtypes: dtypes of q; k and v must have the same.
+        max_head_dim: largest head dim of k and of v.
+        head_dim_multiple: head dims must be a multiple of this.
+        page_multiple: page sizes must be a multiple of this.
+        planned: whether it runs over a plan of work items (`kernels.ffa.plan`).
+        summary: one line for people.
+    """
+
+    name: str
+    module: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int
+    summary: str
+    min_arch: int = 0
+    head_dim_multiple: int = 1
+    page_multiple: int = 1
+    planned: bool = True
+
+    def why_not(self, problem: AttentionProblem) -> list[str]:
+        """The reasons why this kernel cannot do `problem`; empty means that it can."""
+        reasons = []
+        if self.name == "triton" and (missing := _triton_problem()):
+            reasons.append(missing)
+        interpreted = self.name == "triton" and problem.device == "cpu" and triton_interprets()
+        if problem.device not in self.devices and not interpreted:
+            reasons.append(f"device {problem.device} is not supported (accepts {', '.join(self.devices)})")
+        if problem.arch is not None and problem.arch < self.min_arch:
+            reasons.append(f"sm_{problem.arch} is not supported (needs sm_{self.min_arch} or newer)")
+        accepted = ", ".join(_SHORT[d] for d in self.dtypes)
+        if problem.q_dtype not in self.dtypes:
+            reasons.append(f"q dtype {problem.q_dtype} is not supported (accepts {accepted})")
+        if problem.kv_dtype != problem.q_dtype:
+            reasons.append(
+                f"k and v of {problem.kv_dtype} with q of {problem.q_dtype} is not supported "
+                "(accepts one dtype for all three)"
+            )
+        for name in ("head_dim", "head_dim_v"):
+            dim = getattr(problem, name)
+            if not 0 < dim <= self.max_head_dim or dim % self.head_dim_multiple:
+                step = f" in steps of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+                reasons.append(
+                    f"{name}={dim} is not supported (accepts {self.head_dim_multiple} to "
+                    f"{self.max_head_dim}{step})"
+                )
+        if problem.num_kv_heads < 1 or problem.num_q_heads % max(problem.num_kv_heads, 1):
+            reasons.append(
+                f"{problem.num_q_heads} query heads over {problem.num_kv_heads} kv heads is not supported "
+                "(query heads must be a multiple of kv heads)"
+            )
+        if problem.page_size is not None and (
+            problem.page_size < 1 or problem.page_size % self.page_multiple
+        ):
+            reasons.append(
+                f"page_size={problem.page_size} is not supported (accepts multiples of {self.page_multiple})"
+            )
+        return reasons
+
+    def load(self) -> ModuleType:
+        """The implementation's module."""
+        return importlib.import_module(self.module)
+
+
+_SERVED = (torch.float16, torch.bfloat16, torch.float32)
+
+SPECS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="cpu",
+        module="magi_serve.kernels.ffa.cpu",
+        devices=("cpu",),
+        dtypes=_SERVED,
+        max_head_dim=1024,
+        summary="vectorised torch with fp32 arithmetic, for the CPU platform",
+    ),
+    KernelSpec(
+        name="triton",
+        module="magi_serve.kernels.ffa.triton_attention",
+        devices=("cuda",),
+        dtypes=_SERVED,
+        max_head_dim=256,
+        head_dim_multiple=8,
+        min_arch=80,
+        page_multiple=16,
+        summary="portable Triton: wgmma on Hopper, tcgen05 on Blackwell, mma.sync on Ampere",
+    ),
+    KernelSpec(
+        name="reference",
+        module="magi_serve.kernels.ffa.reference",
+        devices=("cpu", "cuda"),
+        dtypes=(*_SERVED, torch.float64),
+        max_head_dim=1 << 20,
+        planned=False,
+        summary="plain torch in q's own dtype: the truth for tests, slow",
+    ),
+)
+"""Every kernel, in the order in which dispatch prefers them."""
+
+KERNEL_NAMES = tuple(spec.name for spec in SPECS)

@@ -1,0 +1,387 @@
+"""The public attention functions: check once on the host, describe the problem, choose a kernel, launch.
+
+Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel may assume all of them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from magi_serve.kernels.capabilities import KernelSpec
+from magi_serve.kernels.dispatch import choose_kernel
+from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Plan, Window, plan_slices
+from magi_serve.kernels.merge import check_sink
+from magi_serve.types import AttentionOutput, AttentionProblem, AttentionSlices, PagedKV, SinkSpec
+
+
+def ffa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttentionSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: SinkSpec | None = None,
+    return_max_logits: bool = False,
+    kernel: str | None = None,
+) -> AttentionOutput:
+    """Flex-Flash-Attention: attention of packed q over packed k and v under a list of mask slices.
+
+    ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys that the slices
+    show to row ``i``, ``s_ij = cap(softmax_scale * q_i·k_j)``, ``cap(x) = softcap * tanh(x / softcap)``.
+
+    Args:
+        q: ``[total_q, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.
+        k: ``[total_k, num_kv_heads, head_dim]``, q's dtype; `num_kv_heads` divides `num_q_heads`.
+        v: ``[total_k, num_kv_heads, head_dim_v]``, q's dtype.
+        slices: which keys each row sees; rows in no slice see none.
+        softmax_scale: None means ``head_dim ** -0.5``.
+        softcap: tanh cap on scaled logits, 0 for none.
+        sink: learnable sink logits, per head or per token and head.
+        return_max_logits: also return the largest logit of each head.
+        kernel: a kernel's name to force it, None to let dispatch choose.
+
+    Returns:
+        `AttentionOutput`; rows without a visible key are 0 with ``lse = -inf`` (or the sink).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
+        NoKernelError: no kernel, or not the forced one, can do the problem; it lists the reasons.
+
+    Source: MagiAttention's Flex-Flash-Attention; FlashAttention (arXiv:2205.14135).
+    """
+    _check_heads(q, k, v, names=("q", "k", "v"), kv_ndim=3)
+    if k.shape[0] != v.shape[0]:
+        raise ShapeError(f"k has {k.shape[0]} keys and v has {v.shape[0]}; expected as many")
+    _check_slices(slices, q.shape[0], k.shape[0])
+    scale = _softmax_scale(softmax_scale, q)
+    _check_softcap(softcap)
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1])
+    problem = _problem(q, k, v, sink=sink, softcap=softcap, max_logits=return_max_logits)
+    spec = choose_kernel(problem, kernel)
+    module = spec.load()
+    if not spec.planned:
+        result: AttentionOutput = module.ffa_attention_ref(
+            q, k, v, slices, softmax_scale=scale, softcap=softcap, sink=_on(sink, q)
+        )
+        return _finish(result, None, return_max_logits)
+    plan = plan_slices(slices, q.shape[0], module.tile_config(problem, "prefill", q.shape[0]), problem, q.device)
+    return _launch(
+        spec, q, k, v, None, (plan,), scale, softcap, sink, out=None, max_logits=return_max_logits
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    *,
+    causal: bool | Tensor = True,
+    window: Window | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: SinkSpec | None = None,
+    out: Tensor | None = None,
+    return_max_logits: bool = False,
+    kernel: str | None = None,
+    plan: PagedPlan | None = None,
+) -> AttentionOutput:
+    """Attention of a batch of sequences over a paged cache: prefill, extend and decode alike.
+
+    The query rows of a sequence are its last tokens: row ``i`` of ``n`` sits at key position
+    ``seqlens_k - n + i`` (bottom-right aligned).
+
+    Args:
+        q: ``[num_tokens, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.
+        kv: pages, page table and lengths; pages in q's dtype.
+        cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing from 0: rows of sequence ``s`` are
+            ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])``. Rows from ``cu_seqlens_q[-1]`` on are padding
+            and come out as zeros.
+        causal: whether keys after a row's position are hidden; a bool, or a bool tensor ``[num_seqs]``.
+        window: ``(left, right)``: how many further keys to either side of its own position a row
+            sees; None for unlimited. A model's causal sliding window of 128 is ``(127, 0)``.
+        softmax_scale: None means ``head_dim ** -0.5``.
+        softcap: tanh cap on scaled logits, 0 for none.
+        sink: learnable sink logits, per head or per token and head.
+        out: where to write, ``[num_tokens, num_q_heads, head_dim_v]`` in q's dtype, last stride 1.
+        return_max_logits: also return the largest logit of each head.
+        kernel: a kernel's name to force it, None to let dispatch choose.
+        plan: a plan that `PagedPlanner` made for this very batch, `causal` and `window`; saves planning
+            again in every layer. It decides the kernel.
+
+    Returns:
+        `AttentionOutput`; rows without a visible key are 0 with ``lse = -inf`` (or the sink).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
+        NoKernelError: no kernel, or not the forced one, can do the problem; it lists the reasons.
+
+    Source: PagedAttention (arXiv:2309.06180); FlashDecoding (split KV).
+    """
+    _check_heads(q, kv.k, kv.v, names=("q", "kv.k", "kv.v"), kv_ndim=4)
+    num_seqs = kv.seqlens_k.shape[0]
+    if cu_seqlens_q.shape != (num_seqs + 1,):
+        raise ShapeError(
+            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)}; expected [{num_seqs + 1}]: one more than "
+            f"the {num_seqs} sequences of kv"
+        )
+    if cu_seqlens_q.dtype != torch.int32:
+        raise DTypeError(f"cu_seqlens_q is {cu_seqlens_q.dtype}; expected torch.int32")
+    for name, tensor in (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("kv.page_table", kv.page_table),
+        ("kv.seqlens_k", kv.seqlens_k),
+    ):
+        _check_device(name, tensor, q)
+    if isinstance(causal, Tensor):
+        if causal.shape != (num_seqs,):
+            raise ShapeError(f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool")
+        _check_device("causal", causal, q)
+    _check_window(window)
+    scale = _softmax_scale(softmax_scale, q)
+    _check_softcap(softcap)
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1])
+    if out is not None:
+        expected = (*q.shape[:2], kv.v.shape[-1])
+        if out.shape != expected:
+            raise ShapeError(f"out has shape {tuple(out.shape)}; expected {list(expected)}")
+        if out.dtype != q.dtype:
+            raise DTypeError(f"out is {out.dtype}; expected q's {q.dtype}")
+        _check_device("out", out, q)
+        _check_dense("out", out)
+    problem = _problem(
+        q,
+        kv.k,
+        kv.v,
+        page_size=kv.page_size,
+        sink=sink,
+        softcap=softcap,
+        window=window is not None,
+        max_logits=return_max_logits,
+    )
+    if plan is not None:
+        _check_plan(plan, q.shape[0], window, kernel)
+        kernel = plan.kernel
+    spec = choose_kernel(problem, kernel)
+    if not spec.planned:
+        result: AttentionOutput = spec.load().paged_attention_ref(
+            q,
+            kv,
+            cu_seqlens_q,
+            causal=causal,
+            window=window,
+            softmax_scale=scale,
+            softcap=softcap,
+            sink=_on(sink, q),
+        )
+        return _finish(result, out, return_max_logits)
+    if plan is None:
+        plan = _plan_batch(problem, spec, q.shape[0], kv, cu_seqlens_q, causal, window)
+    return _launch(
+        spec,
+        q,
+        kv.k,
+        kv.v,
+        kv.page_table,
+        plan.parts,
+        scale,
+        softcap,
+        sink,
+        out=out,
+        max_logits=return_max_logits,
+    )
+
+
+def _plan_batch(
+    problem: AttentionProblem,
+    spec: KernelSpec,
+    num_tokens: int,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    causal: bool | Tensor,
+    window: Window | None,
+) -> PagedPlan:
+    """A plan for one call. Query lengths are on the device, so their mean picks the tiling."""
+    num_seqs = kv.seqlens_k.shape[0]
+    mean_q_len = -(-num_tokens // max(num_seqs, 1))
+    groups = problem.num_q_heads // problem.num_kv_heads
+    is_decode = mean_q_len * groups <= 64
+    planner = PagedPlanner(
+        problem, max_tokens=0, max_seqs=0, device=cu_seqlens_q.device, window=window, kernel=spec.name
+    )
+    return planner.plan(
+        cu_seqlens_q,
+        kv.seqlens_k,
+        num_tokens=num_tokens,
+        num_decodes=num_seqs if is_decode else 0,
+        num_decode_tokens=num_tokens if is_decode else 0,
+        max_decode_q_len=mean_q_len,
+        causal=causal,
+    )
+
+
+def _launch(
+    spec: KernelSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+    parts: tuple[Plan, ...],
+    softmax_scale: float,
+    softcap: float,
+    sink: SinkSpec | None,
+    *,
+    out: Tensor | None,
+    max_logits: bool,
+) -> AttentionOutput:
+    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    maxima = None
+    if max_logits:
+        maxima = torch.full(q.shape[1:2], float("-inf"), dtype=torch.float32, device=q.device)
+    if q.shape[0]:
+        sink_logits = None if sink is None else sink.combined().to(q.device)
+        spec.load().run(
+            AttentionCall(
+                q, k, v, page_table, parts, softmax_scale, softcap, sink_logits, out, lse, maxima
+            )
+        )
+    return AttentionOutput(out, lse, maxima)
+
+
+def _finish(result: AttentionOutput, out: Tensor | None, max_logits: bool) -> AttentionOutput:
+    if out is not None:
+        out.copy_(result.out)
+        result = AttentionOutput(out, result.lse, result.max_logits)
+    return result if max_logits else AttentionOutput(result.out, result.lse)
+
+
+def _on(sink: SinkSpec | None, q: Tensor) -> SinkSpec | None:
+    return None if sink is None else SinkSpec(sink.logits.to(q.device))
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    page_size: int | None = None,
+    sink: SinkSpec | None = None,
+    softcap: float = 0.0,
+    window: bool = False,
+    max_logits: bool = False,
+) -> AttentionProblem:
+    arch = None
+    if q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        arch = 10 * major + minor
+    return AttentionProblem(
+        device=q.device.type,
+        arch=arch,
+        q_dtype=q.dtype,
+        kv_dtype=k.dtype,
+        num_q_heads=q.shape[1],
+        num_kv_heads=k.shape[-2],
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[-1],
+        page_size=page_size,
+        sinks=0 if sink is None else sink.num_sinks,
+        sink_per_token=sink is not None and sink.per_token,
+        softcap=softcap > 0,
+        window=window,
+        max_logits=max_logits,
+    )
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str], kv_ndim: int) -> None:
+    layout = "[tokens, heads, head_dim]" if kv_ndim == 3 else "[pages, page_size, heads, head_dim]"
+    if q.ndim != 3:
+        raise ShapeError(f"q has shape {tuple(q.shape)}; expected [tokens, heads, head_dim]")
+    for name, x in zip(names[1:], (k, v), strict=True):
+        if x.ndim != kv_ndim:
+            raise ShapeError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
+        if x.dtype != q.dtype:
+            raise DTypeError(
+                f"{name} is {x.dtype} and q is {q.dtype}; expected one dtype: convert one of them"
+            )
+        _check_device(name, x, q)
+    for name, x in zip(names, (q, k, v), strict=True):
+        _check_dense(name, x)
+    if k.shape[-1] != q.shape[-1]:
+        raise ShapeError(f"{names[1]} has head_dim {k.shape[-1]} and q has {q.shape[-1]}; expected one")
+    if k.shape[-2] != v.shape[-2]:
+        raise ShapeError(f"{names[1]} has {k.shape[-2]} heads and {names[2]} has {v.shape[-2]}; expected one")
+    if k.shape[-2] < 1 or q.shape[1] < 1 or q.shape[1] % k.shape[-2]:
+        raise ShapeError(
+            f"q has {q.shape[1]} heads and {names[1]} has {k.shape[-2]}; expected query heads to be a "
+            "multiple of kv heads"
+        )
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise DeviceError(f"{name} is on {x.device} and q is on {q.device}; move one of them")
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ArgumentError(
+            f"{name} has strides {x.stride()}; the last one must be 1: call {name}.contiguous()"
+        )
+
+
+def _check_slices(slices: AttentionSlices, total_q: int, total_k: int) -> None:
+    for name, ranges, total, of in (
+        ("q_ranges", slices.q_ranges, total_q, "rows of q"),
+        ("k_ranges", slices.k_ranges, total_k, "rows of k"),
+    ):
+        if len(ranges) and int(ranges[:, 1].max()) > total:
+            i = int(ranges[:, 1].argmax())
+            raise ArgumentError(
+                f"slices.{name}[{i}] = {ranges[i].tolist()} ends past the {total} {of}; expected an end of at "
+                f"most {total}"
+            )
+
+
+def _check_window(window: Window | None) -> None:
+    if window is None:
+        return
+    if len(window) != 2 or any(w is not None and (not isinstance(w, int) or w < 0) for w in window):
+        raise ArgumentError(
+            f"window={window!r} is not accepted; expected None or (left, right), each a count of further keys "
+            ">= 0 or None for unlimited"
+        )
+
+
+def _check_softcap(softcap: float) -> None:
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise ArgumentError(f"softcap={softcap} is not accepted; expected a finite number >= 0, 0 for none")
+
+
+def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if not math.isfinite(softmax_scale):
+        raise ArgumentError(f"softmax_scale={softmax_scale} is not accepted; expected a finite number")
+    return float(softmax_scale)
+
+
+def _check_plan(plan: PagedPlan, num_tokens: int, window: Window | None, kernel: str | None) -> None:
+    if plan.num_tokens != num_tokens:
+        raise ArgumentError(
+            f"plan is for {plan.num_tokens} tokens and q has {num_tokens}; plan this very batch, or leave plan out"
+        )
+    if plan.window != window:
+        raise ArgumentError(
+            f"plan is for window={plan.window} and the call has window={window}; use a plan for each window"
+        )
+    if kernel is not None and kernel != plan.kernel:
+        raise ArgumentError(
+            f"plan is for kernel {plan.kernel} and the call has kernel={kernel!r}; name it to PagedPlanner"
+        )

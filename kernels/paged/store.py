@@ -1,0 +1,58 @@
+"""Writing new keys and values into their pages."""
+
+import torch
+from torch import Tensor
+
+from magi_serve.errors import DeviceError, DTypeError, ShapeError
+from magi_serve.types import PagedKV
+
+
+def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
+    """Write one key and value per token into the cache.
+
+    Token ``t`` goes to slot ``slot_mapping[t] = page * page_size + offset``; a negative slot writes
+    nothing. Rows of k and v past the end of `slot_mapping` are ignored.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_dim]``, any dtype that converts to the pages', last stride 1.
+        v: ``[num_tokens, num_kv_heads, head_dim_v]``, likewise.
+        kv: the pages; its table and lengths are not used.
+        slot_mapping: ``[<= num_tokens]`` int64 or int32. Slots must lie in the pool and not repeat.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: an argument disagrees with the above.
+    """
+    for name, x, pool in (("k", k, kv.k), ("v", v, kv.v)):
+        if x.ndim != 3 or x.shape[1:] != pool.shape[2:]:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}; expected [num_tokens, {pool.shape[2]}, {pool.shape[3]}] as "
+                "in the pages"
+            )
+        if x.device != pool.device:
+            raise DeviceError(f"{name} is on {x.device} and the pages are on {pool.device}; move one of them")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"slot_mapping is {slot_mapping.dtype}; expected torch.int64 or torch.int32")
+    num_tokens = slot_mapping.shape[0] if slot_mapping.ndim == 1 else -1
+    if not 0 <= num_tokens <= min(len(k), len(v)):
+        raise ShapeError(
+            f"slot_mapping has shape {tuple(slot_mapping.shape)}; expected one slot per token, at most "
+            f"[{min(len(k), len(v))}]"
+        )
+    if slot_mapping.device != kv.k.device:
+        raise DeviceError(
+            f"slot_mapping is on {slot_mapping.device} and the pages are on {kv.k.device}; move one of them"
+        )
+    if not num_tokens:
+        return
+    from magi_serve.kernels.capabilities import triton_interprets
+
+    if kv.k.device.type == "cuda" or triton_interprets():
+        from magi_serve.kernels.paged.triton_store import write_kv_triton
+
+        write_kv_triton(k, v, kv, slot_mapping)
+    else:
+        slots = slot_mapping.long()
+        written = slots >= 0
+        pages, offsets = slots[written] // kv.page_size, slots[written] % kv.page_size
+        kv.k[pages, offsets] = k[:num_tokens][written].to(kv.k.dtype)
+        kv.v[pages, offsets] = v[:num_tokens][written].to(kv.v.dtype)
