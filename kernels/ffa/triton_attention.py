@@ -1,0 +1,424 @@
+"""Attention in portable Triton: one kernel over work items, and one that reduces split keys.
+
+A program takes one item for one kv head. Its rows are query rows times the query heads of that kv head
+(packed GQA), so that keys are read once for all of them. For each band of the item it walks blocks of
+keys in one online softmax, in base 2: masked blocks at the edges, unmasked ones between. The finalizer
+applies sink, lse and normalisation once, for whoever holds the complete state: the program itself, or
+the reduction where keys were split.
+
+Triton turns the products into wgmma on Hopper, tcgen05 on Blackwell and mma.sync elsewhere.
+"""
+
+import functools
+import json
+from importlib.resources import files
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.plan import ROW, Plan, Regime, TileConfig
+from magi_serve.types import AttentionProblem
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _capped(s, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """Scaled, capped logits in base 2. With a cap, `logit_scale` is scale / softcap."""
+    if SOFTCAP:
+        # tanh(x) = sign(x) * (1 - e) / (1 + e) with e = exp(-2 |x|): never overflows.
+        x = s * logit_scale
+        e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        return tl.where(x < 0, -t, t) * (softcap * LOG2E)
+    else:
+        return s * logit_scale
+
+
+@triton.jit
+def _walk_blocks(
+    acc, m, l, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
+    load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+    stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Key blocks ``[block_begin, block_end)`` from `base` on, into the softmax state of the rows.
+
+    Keys are visible within ``[k_begin, k_end)`` and ``row + lo <= key <= row + hi``; only those in
+    ``[load_begin, load_end)`` are read. Without MASKED, every key of these blocks is visible to every row.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    for n in tl.range(block_begin, block_end, num_stages=STAGES):
+        key = base + n * BLOCK_N + offs_n
+        live = (key >= load_begin) & (key < load_end)
+        if PAGE == 0:
+            k_row = key.to(tl.int64) * stride_k_t
+            v_row = key.to(tl.int64) * stride_v_t
+        elif PAGE % BLOCK_N == 0:
+            first = base + n * BLOCK_N
+            page = tl.load(pages_ptr + first // PAGE).to(tl.int64)
+            k_row = page * stride_k_p + (first % PAGE + offs_n).to(tl.int64) * stride_k_t
+            v_row = page * stride_v_p + (first % PAGE + offs_n).to(tl.int64) * stride_v_t
+        else:
+            if MASKED:
+                page = tl.load(pages_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
+            else:
+                page = tl.load(pages_ptr + key // PAGE).to(tl.int64)
+            k_row = page * stride_k_p + (key % PAGE).to(tl.int64) * stride_k_t
+            v_row = page * stride_v_p + (key % PAGE).to(tl.int64) * stride_v_t
+        k_at = k_ptr + k_row[:, None] + offs_d[None, :]
+        v_at = v_ptr + v_row[:, None] + offs_dv[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
+        elif D == BLOCK_D:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(offs_d < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = _capped(s, logit_scale, softcap, SOFTCAP)
+        if MASKED:
+            first_key = tl.maximum(row + lo, k_begin)
+            last_key = tl.minimum(row + hi, k_end - 1)
+            visible = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(s - shift[:, None])
+        decay = tl.exp2(m - shift)
+        l = l * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        m = m_new
+        if MASKED:
+            v = tl.load(v_at, mask=live[:, None] & (offs_dv < DV)[None, :], other=0.0)
+        elif DV == BLOCK_DV:
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=(offs_dv < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def _store_rows(
+    acc, m, l, out_ptr, lse_ptr, sink_ptr, token, head, valid,
+    stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Finish complete softmax states: sink, lse and normalisation, once per row."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    token = token.to(tl.int64)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + token * stride_sink_t + head, mask=valid, other=0.0) * LOG2E
+        top = tl.maximum(m, sink)
+        top_safe = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.where(m == float("-inf"), 0.0, tl.exp2(m_safe - top_safe))
+        total = l * weight + tl.exp2(sink - top_safe)
+        scale = tl.where(total > 0, weight / total, 0.0)
+        lse = tl.where(total > 0, (top_safe + tl.log2(total)) * LN2, float("-inf"))
+    else:
+        scale = tl.where(l > 0, 1.0 / l, 0.0)
+        lse = tl.where(l > 0, (m_safe + tl.log2(l)) * LN2, float("-inf"))
+    out_at = out_ptr + (token * stride_o_t + head * stride_o_h)[:, None] + offs_dv[None, :]
+    out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_at, out, mask=valid[:, None] & (offs_dv < DV)[None, :])
+    tl.store(lse_ptr + token * stride_lse_t + head * stride_lse_h, lse, mask=valid)
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, part_acc_ptr, part_ml_ptr,
+    items_ptr, bands_ptr, page_table_ptr, num_items, logit_scale, softcap,
+    stride_q_t, stride_q_h, stride_k_p, stride_k_t, stride_k_h, stride_v_p, stride_v_t, stride_v_h,
+    stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, stride_pages,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, MAX_LOGITS: tl.constexpr, SPLIT: tl.constexpr,
+    ALL_MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if SPLIT:  # heads of one share side by side: they read neighbouring memory
+        item = pid // HEAD_BLOCKS
+        head_block = pid % HEAD_BLOCKS
+    else:  # items of one head side by side: they read the same keys
+        item = pid % num_items
+        head_block = pid // num_items
+    item_ptr = items_ptr + item * COLUMNS
+    q_begin = tl.load(item_ptr)
+    q_len = tl.load(item_ptr + 1)
+    if q_len == 0:
+        return
+    band_begin = tl.load(item_ptr + 2)
+    band_end = tl.load(item_ptr + 3)
+    item_k_begin = tl.load(item_ptr + 4)
+    item_k_end = tl.load(item_ptr + 5)
+    is_part = tl.load(item_ptr + 6)
+
+    kv_head = (head_block // GROUP_CHUNKS).to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    in_group = (head_block % GROUP_CHUNKS) * GROUP_ROWS + offs_m % GROUP_ROWS
+    row = q_begin + offs_m // GROUP_ROWS
+    head = kv_head * GROUPS + in_group
+    valid = (offs_m // GROUP_ROWS < q_len) & (in_group < GROUPS)
+
+    offs_d = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + (row.to(tl.int64) * stride_q_t + head * stride_q_h)[:, None] + offs_d[None, :]
+    q = tl.load(q_at, mask=valid[:, None] & (offs_d < D)[None, :], other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_head_ptr = k_ptr + kv_head * stride_k_h
+    v_head_ptr = v_ptr + kv_head * stride_v_h
+
+    for band in range(band_begin, band_end):
+        band_ptr = bands_ptr + band * COLUMNS
+        k_begin = tl.maximum(tl.load(band_ptr), item_k_begin)
+        k_end = tl.minimum(tl.load(band_ptr + 1), item_k_end)
+        lo = tl.load(band_ptr + 2)
+        hi = tl.load(band_ptr + 3)
+        pages_ptr = page_table_ptr
+        base = k_begin
+        if PAGE > 0:
+            pages_ptr = page_table_ptr + tl.load(band_ptr + 4).to(tl.int64) * stride_pages
+            base = 0
+        # What any row sees, what every row sees, and both in whole blocks.
+        last = q_begin + q_len - 1
+        load_begin = tl.maximum(k_begin, q_begin + lo)
+        load_end = tl.minimum(k_end, last + hi + 1)
+        block_begin = (load_begin - base) // BLOCK_N
+        block_end = tl.where(
+            load_end > load_begin, (load_end - base + BLOCK_N - 1) // BLOCK_N, block_begin
+        )
+        if ALL_MASKED:
+            full_begin = block_end
+            full_end = block_end
+        else:
+            full_begin = (tl.maximum(k_begin, last + lo) - base + BLOCK_N - 1) // BLOCK_N
+            full_begin = tl.minimum(tl.maximum(full_begin, block_begin), block_end)
+            full_end = tl.maximum(tl.minimum(k_end, q_begin + hi + 1) - base, 0) // BLOCK_N
+            full_end = tl.minimum(tl.maximum(full_end, full_begin), block_end)
+        acc, m, l = _walk_blocks(
+            acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin, base, row, lo, hi,
+            load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+            stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+        if not ALL_MASKED:
+            acc, m, l = _walk_blocks(
+                acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end, base, row, lo, hi,
+                load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+                stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, False, SOFTCAP, PRECISION, STAGES,
+            )  # fmt: skip
+            acc, m, l = _walk_blocks(
+                acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end, base, row, lo, hi,
+                load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+                stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
+            )  # fmt: skip
+
+    if MAX_LOGITS:
+        tl.atomic_max(max_logits_ptr + head, m * LN2, mask=valid)
+    if SPLIT:
+        if is_part != 0:
+            part = (item.to(tl.int64) * HEAD_BLOCKS + head_block) * BLOCK_M + offs_m
+            offs_dv = tl.arange(0, BLOCK_DV)
+            tl.store(part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :], acc, mask=valid[:, None])
+            tl.store(part_ml_ptr + part * 2, m, mask=valid)
+            tl.store(part_ml_ptr + part * 2 + 1, l, mask=valid)
+            return
+    _store_rows(
+        acc, m, l, out_ptr, lse_ptr, sink_ptr, row, head, valid,
+        stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, DV, BLOCK_DV, HAS_SINK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _reduce_kernel(
+    out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_ml_ptr, reductions_ptr,
+    stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One matrix row of one split tile: its partial states, PARTS at a time, put together and finished."""
+    reduction_ptr = reductions_ptr + tl.program_id(0) * COLUMNS
+    head_block = tl.program_id(1)
+    matrix_row = tl.program_id(2)
+    q_begin = tl.load(reduction_ptr)
+    q_len = tl.load(reduction_ptr + 1)
+    first_item = tl.load(reduction_ptr + 2).to(tl.int64)
+    num_items = tl.load(reduction_ptr + 3)
+    in_group = (head_block % GROUP_CHUNKS) * GROUP_ROWS + matrix_row % GROUP_ROWS
+    if (num_items < 2) | (matrix_row // GROUP_ROWS >= q_len) | (in_group >= GROUPS):
+        return
+    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_p = tl.arange(0, PARTS)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for i in range(0, num_items, PARTS):
+        there = i + offs_p < num_items
+        part = ((first_item + i + offs_p) * HEAD_BLOCKS + head_block) * BLOCK_M + matrix_row
+        part_m = tl.load(part_ml_ptr + part * 2, mask=there, other=float("-inf"))
+        part_l = tl.load(part_ml_ptr + part * 2 + 1, mask=there, other=0.0)
+        part_acc = tl.load(
+            part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :], mask=there[:, None], other=0.0
+        )
+        m_new = tl.maximum(m, tl.max(part_m, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(part_m - shift)
+        decay = tl.exp2(m - shift)
+        l = l * decay + tl.sum(weight * part_l, 0)
+        acc = acc * decay[:, None] + tl.sum(weight[:, None] * part_acc, 0)[None, :]
+        m = m_new
+    one = tl.arange(0, 1)
+    head = (head_block // GROUP_CHUNKS) * GROUPS + in_group + one
+    token = q_begin + matrix_row // GROUP_ROWS + one
+    _store_rows(
+        acc, m, l, out_ptr, lse_ptr, sink_ptr, token, head, one == 0,
+        stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, DV, BLOCK_DV, HAS_SINK,
+    )  # fmt: skip
+
+
+@functools.cache
+def _tuned() -> dict[str, dict[str, dict[str, int]]]:
+    text = (files("magi_serve.kernels.ffa") / "tuned" / "triton.json").read_text()
+    tables: dict[str, dict[str, dict[str, int]]] = json.loads(text)["tiles"]
+    return tables
+
+
+@functools.cache
+def _num_sms(device: str) -> int:
+    """Multiprocessors of the current device; where there is none, as many as an H200 has."""
+    if device != "cuda":
+        return 132
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
+    """Tuned tiles for `problem`: by regime, width of the dtype and padded head dim.
+
+    Decode tiles hold all query heads of a kv head for `max_q_len` rows, 16 to 64 matrix rows.
+    """
+    bits = problem.q_dtype.itemsize * 8
+    dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v), 64)
+    entry: dict[str, Any] = dict(_tuned()[f"{regime}_{bits}bit"][str(min(dim, 256))])
+    per_sm = entry.pop("programs_per_sm")
+    if regime == "decode":
+        rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
+        entry["block_m"] = min(max(triton.next_power_of_2(rows), 16), 64)
+    return TileConfig(programs=per_sm * _num_sms(problem.device), **entry)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def run(call: AttentionCall) -> None:
+    """Launch `call`: one kernel per part, and a reduction where the part's keys are split."""
+    for plan in call.parts:
+        _run_part(call, plan)
+
+
+def _run_part(call: AttentionCall, plan: Plan) -> None:
+    config = plan.config
+    q, k, v = call.q, call.k, call.v
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads, head_dim_v = k.shape[-2], v.shape[-1]
+    groups = num_q_heads // num_kv_heads
+    group_rows = config.group_rows(groups)
+    group_chunks = -(-groups // group_rows)
+    heads = num_kv_heads * group_chunks
+    paged = call.page_table is not None
+    page_size = k.shape[1] if paged else 0
+    split = plan.reductions is not None
+    num_items = plan.items.shape[0]
+    if call.softcap > 0:
+        logit_scale = call.softmax_scale / call.softcap
+    else:
+        logit_scale = call.softmax_scale * 1.4426950408889634
+    sink = call.sink
+    dims = {"DV": head_dim_v, "BLOCK_DV": _padded(head_dim_v)}
+    grouping = {
+        "GROUPS": groups,
+        "GROUP_ROWS": group_rows,
+        "GROUP_CHUNKS": group_chunks,
+        "HEAD_BLOCKS": heads,
+        "HAS_SINK": sink is not None,
+        "COLUMNS": ROW,
+    }
+    if split:
+        part_rows = num_items * heads * config.block_m
+        part_acc = torch.empty(part_rows * _padded(head_dim_v), dtype=torch.float32, device=q.device)
+        part_ml = torch.empty(part_rows * 2, dtype=torch.float32, device=q.device)
+    else:
+        part_acc = part_ml = call.lse
+    stride_sink_t = sink.stride(0) if sink is not None and sink.ndim == 2 else 0
+    _attention_kernel[(num_items * heads,)](
+        q,
+        k,
+        v,
+        call.out,
+        call.lse,
+        call.lse if call.max_logits is None else call.max_logits,
+        call.lse if sink is None else sink,
+        part_acc,
+        part_ml,
+        plan.items,
+        plan.bands,
+        plan.items if call.page_table is None else call.page_table,
+        num_items,
+        logit_scale,
+        call.softcap,
+        *q.stride()[:2],
+        *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
+        *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
+        *call.out.stride()[:2],
+        *call.lse.stride(),
+        stride_sink_t,
+        0 if call.page_table is None else call.page_table.stride(0),
+        D=head_dim,
+        BLOCK_D=_padded(head_dim),
+        **dims,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PAGE=page_size,
+        **grouping,
+        SOFTCAP=call.softcap > 0,
+        MAX_LOGITS=call.max_logits is not None,
+        SPLIT=split,
+        ALL_MASKED=config.block_m < 64,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if plan.reductions is None:
+        return
+    _reduce_kernel[(plan.reductions.shape[0], heads, config.tile_q(groups) * group_rows)](
+        call.out,
+        call.lse,
+        call.lse if sink is None else sink,
+        part_acc,
+        part_ml,
+        plan.reductions,
+        *call.out.stride()[:2],
+        *call.lse.stride(),
+        stride_sink_t,
+        **dims,
+        BLOCK_M=config.block_m,
+        PARTS=16,
+        **grouping,
+        num_warps=2,
+    )

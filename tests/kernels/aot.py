@@ -1,0 +1,210 @@
+"""Compiles Triton kernels for a GPU that is not there, through the real host code, and reports resources.
+
+Run as a program so that each Triton and each architecture gets a process of its own:
+
+    python tests/kernels/aot.py ARCH [--all]
+
+prints one JSON line per specialisation: its name, and for each kernel registers, stack bytes (spills live
+there), shared memory and which matrix instruction was used. A stand-in driver answers for the GPU, and
+launches stop after compilation.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from magi_serve.kernels.ffa import triton_attention
+from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.plan import PagedPlanner, plan_slices
+from magi_serve.kernels.paged.triton_store import write_kv_triton
+from magi_serve.types import AttentionProblem, AttentionSlices, PagedKV
+
+MULTIPROCESSORS = 132
+
+
+class FakeDriver:
+    """Enough of a Triton driver to compile for `arch` with CPU tensors."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Registers, stack, shared memory and matrix instruction of a compiled kernel."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    ptx = kernel.asm["ptx"]
+    matrix = [name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx]
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "shared": kernel.metadata.shared,
+        "matrix": matrix[0] if matrix else None,
+    }
+
+
+def compile_only(arch: int) -> list[dict[str, Any]]:
+    """Make every launch compile for `arch` and stop; returns the list that compiled kernels go to."""
+    compiled: list[dict[str, Any]] = []
+    driver.set_active(FakeDriver(arch))
+    triton_attention._num_sms = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
+    run = JITFunction.run
+
+    def compile_and_stop(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append({"kernel": self.__name__, **resources(kernel)})
+        return kernel
+
+    JITFunction.run = compile_and_stop
+    return compiled
+
+
+def paged_case(
+    arch: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    *,
+    decode: bool,
+    sink: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    max_logits: bool = False,
+) -> None:
+    """Compile what one layer of paged attention launches."""
+    num_q_heads, num_kv_heads = heads
+    num_seqs, q_len, num_keys = (2, 1, 4096) if decode else (1, 4096, 4096)
+    pages = torch.empty(8, num_kv_heads, page_size, 2 * head_dim, dtype=dtype).transpose(1, 2)
+    problem = AttentionProblem(
+        "cuda", dtype, dtype, num_q_heads, num_kv_heads, head_dim, head_dim, arch, page_size
+    )
+    planner = PagedPlanner(
+        problem, max_tokens=64, max_seqs=8, device=torch.device("cpu"), window=window, kernel="triton"
+    )
+    cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
+    plan = planner.plan(
+        cu_seqlens_q,
+        torch.full((num_seqs,), num_keys, dtype=torch.int32),
+        num_tokens=num_seqs * q_len,
+        num_decodes=num_seqs if decode else 0,
+        num_decode_tokens=num_seqs if decode else 0,
+        max_decode_q_len=1,
+    )
+    q = torch.empty(num_seqs * q_len, num_q_heads, head_dim, dtype=dtype)
+    triton_attention.run(
+        AttentionCall(
+            q,
+            pages[..., :head_dim],
+            pages[..., head_dim:],
+            torch.zeros(num_seqs, -(-num_keys // page_size), dtype=torch.int32),
+            plan.parts,
+            head_dim**-0.5,
+            softcap,
+            torch.zeros(num_q_heads) if sink else None,
+            torch.empty_like(q),
+            torch.empty(q.shape[:2]),
+            torch.empty(num_q_heads) if max_logits else None,
+        )
+    )
+
+
+def slices_case(arch: int, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+    """Compile what `ffa_attention` launches for a causal slice."""
+    total = 8192
+    q = torch.empty(total, heads[0], head_dim, dtype=dtype)
+    k = torch.empty(total, heads[1], head_dim, dtype=dtype)
+    problem = AttentionProblem("cuda", dtype, dtype, *heads, head_dim, head_dim, arch)
+    config = triton_attention.tile_config(problem, "prefill", total)
+    slices = AttentionSlices([(0, total)], [(0, total)], [1])
+    plan = plan_slices(slices, total, config, problem, torch.device("cpu"))
+    out, lse = torch.empty_like(q), torch.empty(total, heads[0])
+    triton_attention.run(AttentionCall(q, k, k, None, (plan,), 0.1, 0.0, None, out, lse, None))
+
+
+def write_case(dtype: torch.dtype, heads: int, head_dim: int, page_size: int) -> None:
+    """Compile the cache write."""
+    pages = torch.empty(8, heads, page_size, 2 * head_dim, dtype=dtype).transpose(1, 2)
+    kv = PagedKV(
+        pages[..., :head_dim],
+        pages[..., head_dim:],
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    k = torch.empty(4, heads, head_dim, dtype=dtype)
+    write_kv_triton(k, k, kv, torch.zeros(4, dtype=torch.int64))
+
+
+def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The specialisations of the default tiles that served models use; with `everything`, the whole grid."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+    def paged(name: str, *args: Any, **kwargs: Any) -> tuple[str, Callable[[], None]]:
+        return name, lambda: paged_case(arch, *args, **kwargs)
+
+    for decode in (False, True):
+        kind = "decode" if decode else "prefill"
+        yield paged(f"{kind} bf16 d128 page 16", bf16, (32, 8), 128, 16, decode=decode)
+        yield paged(
+            f"{kind} bf16 d64 page 16 sink window", bf16, (64, 8), 64, 16, decode=decode, sink=True,
+            window=(127, 0),
+        )  # fmt: skip
+        yield paged(f"{kind} bf16 d256 page 16 softcap", bf16, (8, 4), 256, 16, decode=decode, softcap=50.0)
+        yield paged(f"{kind} fp32 d64 page 16", fp32, (9, 3), 64, 16, decode=decode)
+        if everything:
+            yield paged(f"{kind} fp16 d128 page 128", fp16, (32, 8), 128, 128, decode=decode)
+            yield paged(f"{kind} bf16 d128 page 64", bf16, (32, 8), 128, 64, decode=decode)
+            yield paged(f"{kind} bf16 d80 page 16", bf16, (32, 32), 80, 16, decode=decode)
+            yield paged(f"{kind} fp32 d128 page 16", fp32, (32, 8), 128, 16, decode=decode)
+            yield paged(f"{kind} fp32 d256 page 16", fp32, (8, 4), 256, 16, decode=decode)
+            yield paged(
+                f"{kind} bf16 d128 page 16 max-logits", bf16, (32, 8), 128, 16, decode=decode, max_logits=True
+            )
+    yield "slices bf16 d128", lambda: slices_case(arch, bf16, (32, 8), 128)
+    if everything:
+        yield "slices bf16 d64", lambda: slices_case(arch, bf16, (64, 8), 64)
+    yield "write bf16 d128", lambda: write_case(bf16, 8, 128, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arch", type=int, help="compute capability, as 90")
+    parser.add_argument("--all", action="store_true", help="the whole grid")
+    args = parser.parse_args()
+    compiled = compile_only(args.arch)
+    for name, case in cases(args.arch, args.all):
+        del compiled[:]
+        case()
+        print(json.dumps({"case": name, "triton": triton.__version__, "kernels": compiled}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
