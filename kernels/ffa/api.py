@@ -367,8 +367,11 @@ def _check_softcap(softcap: float) -> None:
 def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
         return float(q.shape[-1] ** -0.5)
-    if not math.isfinite(softmax_scale):
-        raise ArgumentError(f"softmax_scale={softmax_scale} is not accepted; expected a finite number")
+    if not (softmax_scale > 0 and math.isfinite(softmax_scale)):
+        raise ArgumentError(
+            f"softmax_scale={softmax_scale} is not accepted; expected a finite number > 0, or None for "
+            "head_dim ** -0.5"
+        )
     return float(softmax_scale)
 
 

@@ -27,16 +27,11 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _capped(s, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """Scaled, capped logits in base 2. With a cap, `logit_scale` is scale / softcap."""
-    if SOFTCAP:
-        # tanh(x) = sign(x) * (1 - e) / (1 + e) with e = exp(-2 |x|): never overflows.
-        x = s * logit_scale
-        e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
-        t = (1.0 - e) / (1.0 + e)
-        return tl.where(x < 0, -t, t) * (softcap * LOG2E)
-    else:
-        return s * logit_scale
+def _capped(x, softcap):
+    """``softcap * tanh(x)`` in base 2, from ``tanh|x| = (1 - e) / (1 + e)``, ``e = exp(-2|x|)``: no overflow."""
+    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t) * (softcap * LOG2E)
 
 
 @triton.jit
@@ -83,15 +78,17 @@ def _walk_blocks(
         else:
             k = tl.load(k_at, mask=(offs_d < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s = _capped(s, logit_scale, softcap, SOFTCAP)
+        if SOFTCAP:
+            s = _capped(s * logit_scale, softcap)
         if MASKED:
             first_key = tl.maximum(row + lo, k_begin)
             last_key = tl.minimum(row + hi, k_end - 1)
             visible = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        # Scaling by a positive number commutes with max, and then rides along in the subtraction's FMA.
+        m_new = tl.maximum(m, tl.max(s, 1) if SOFTCAP else tl.max(s, 1) * logit_scale)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s - shift[:, None])
+        p = tl.exp2((s if SOFTCAP else s * logit_scale) - shift[:, None])
         decay = tl.exp2(m - shift)
         l = l * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
