@@ -1,0 +1,75 @@
+"""Where vLLM 0.26 to 0.33 differ, and how we read its state: by feature detection, only here."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from magi_serve.settings import CONFIG_KEY, Settings, load_settings
+
+WAY_OUT = "drop --attention-backend CUSTOM to leave the choice to vLLM"
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """The settings of an engine; those of the environment alone if vLLM has no current config."""
+    additional = getattr(vllm_config, "additional_config", None)
+    return load_settings(additional.get(CONFIG_KEY) if isinstance(additional, dict) else None)
+
+
+def current_settings() -> Settings:
+    """The settings of the engine whose config vLLM has set as current."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return settings_of(get_current_vllm_config_or_none())
+
+
+def platform() -> tuple[str, int | None]:
+    """Device type and, on CUDA, compute capability as ``10 * major + minor``."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_rocm():
+        return "rocm", None
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return current_platform.device_type, None if capability is None else capability.to_int()
+
+
+def cache_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype | None:
+    """The torch dtype of vLLM's kv-cache dtype `name`; None for quantised caches."""
+    if name in (None, "auto"):
+        return model_dtype
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
+    """The attention layers of these names that vLLM has made so far."""
+    made = vllm_config.compilation_config.static_forward_context
+    return [made[name] for name in layer_names if name in made]
+
+
+def kv_cache_layouts() -> tuple[Any, ...]:
+    """Physical cache layouts in our order of preference; vLLM 0.30 and newer."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    # The kernels take any strides. With tokens before heads (NHD) the heads of a token lie together,
+    # so that writing one token touches one run of memory.
+    return tuple(sorted(KVCacheLayout, key=lambda layout: layout is not KVCacheLayout.LBNHC))
+
+
+def stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
+    """Physical order of ``(layers,) blocks, heads, tokens, content`` in the cache; before 0.30."""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    heads_first = get_kv_cache_layout() == "HND"
+    if include_num_layers_dimension:
+        return (1, 2, 0, 3, 4) if heads_first else (1, 0, 3, 2, 4)
+    return (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
+
+
+def show_our_logs() -> None:
+    """Let our INFO lines through vLLM's log handlers, which else carry the ``vllm`` tree only."""
+    ours, theirs = logging.getLogger("magi_serve"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET:
+        ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
+        ours.setLevel(theirs.getEffectiveLevel())

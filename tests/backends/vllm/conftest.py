@@ -1,0 +1,179 @@
+"""Tiny random checkpoints, and a way to run vLLM engines on them in a process of its own."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB = 512
+DRIVER = Path(__file__).with_name("drive.py")
+Drive = Callable[..., dict[str, Any]]
+
+
+def _config(name: str) -> Any:
+    import transformers as t
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    if name == "llama":
+        return t.LlamaConfig(intermediate_size=256, num_hidden_layers=2, head_dim=64, **common)
+    if name == "qwen3":
+        return t.Qwen3Config(intermediate_size=256, num_hidden_layers=2, head_dim=32, **common)
+    if name == "gptoss":
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+        return t.GptOssConfig(
+            intermediate_size=128,
+            num_hidden_layers=4,
+            head_dim=64,
+            sliding_window=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=rope,
+            **common,
+        )
+    assert name == "mla"
+    common["num_key_value_heads"] = common["num_attention_heads"]
+    return t.DeepseekV2Config(
+        intermediate_size=256,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        architectures=["DeepseekV2ForCausalLM"],
+        **common,
+    )
+
+
+def _make(name: str, folder: Path) -> None:
+    import transformers as t
+
+    config = _config(name)
+    if name == "mla":
+        config.save_pretrained(folder)
+        return
+    classes = {
+        "llama": t.LlamaForCausalLM,
+        "qwen3": t.Qwen3ForCausalLM,
+        "gptoss": t.GptOssForCausalLM,
+    }
+    torch.manual_seed(0)
+    model = classes[name](config).to(torch.float32)
+    with torch.no_grad():
+        for parameter_name, p in model.named_parameters():
+            noise = torch.randn_like(p)
+            if "norm" in parameter_name:
+                p.copy_(1 + 0.1 * noise)
+            elif "sinks" in parameter_name:
+                p.copy_(1 + 1.5 * noise)
+            else:
+                # Large weights, so that the likeliest token leads by far more than rounding.
+                p.copy_(noise * 1.4 / p.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), mla.
+
+    The last is a configuration without weights.
+    """
+    made: dict[str, str] = {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            _make(name, path)
+            made[name] = str(path)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids: shorter than a page, longer than gpt-oss's window, longer than two chunks."""
+    rng = random.Random(0)
+    return [[0] + [rng.randrange(3, VOCAB) for _ in range(n)] for n in (4, 39, 149)]
+
+
+@pytest.fixture(scope="session")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
+    """Run a job of `drive.py`; returns its report, with what the process printed under "log"."""
+
+    def run(*engines: dict[str, Any], path: list[str] | None = None, **env: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("drive")
+        job, result = folder / "job.json", folder / "result.json"
+        job.write_text(json.dumps(engines))
+        search = [*(path or []), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        settings = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in search if p),
+        }
+        process = subprocess.run(
+            [sys.executable, str(DRIVER), str(job), str(result)],
+            env={**os.environ, **settings, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=420,
+            check=False,
+        )
+        assert process.returncode == 0, process.stdout[-6000:]
+        return {**json.loads(result.read_text()), "log": process.stdout}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Callable[[str], str]) -> Callable[..., dict[str, Any]]:
+    """One engine of a job; CUSTOM, fp32, small chunks and small pages unless told otherwise."""
+
+    def job(
+        model: str, *runs: dict[str, Any], backend: str | None = "CUSTOM", **options: Any
+    ) -> dict[str, Any]:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "block_size": 16,
+            "skip_tokenizer_init": True,
+        }
+        if backend:
+            defaults["attention_config"] = {"backend": backend}
+        return {"model": checkpoint(model), "options": {**defaults, **options}, "runs": list(runs)}
+
+    return job
