@@ -1,7 +1,9 @@
-"""What each attention kernel can do: one row per implementation, and everything else derived from it.
+"""What each attention kernel can do: one row per implementation, and everything else derived from
+it.
 
-Kernel choice, the vLLM backend's ``supports_*`` answers, ``magi-serve doctor`` and the text of errors all
-ask `KernelSpec.why_not`. To add or change support, change a row here; there is no second list.
+Kernel choice, the vLLM backend's ``supports_*`` answers, ``magi-serve doctor`` and the text of
+errors all ask `KernelSpec.why_not`. To add or change support, change a row here; there is no
+second list.
 """
 
 import functools
@@ -25,7 +27,11 @@ _SHORT = {
 @functools.cache
 def _triton_problem() -> str | None:
     """Why triton cannot be used at all, or None."""
-    return None if importlib.util.find_spec("triton") else "triton is not installed: pip install triton"
+    return (
+        None
+        if importlib.util.find_spec("triton")
+        else "triton is not installed: pip install triton"
+    )
 
 
 @functools.cache
@@ -71,9 +77,13 @@ class KernelSpec:
             reasons.append(missing)
         interpreted = self.name == "triton" and problem.device == "cpu" and triton_interprets()
         if problem.device not in self.devices and not interpreted:
-            reasons.append(f"device {problem.device} is not supported (accepts {', '.join(self.devices)})")
+            reasons.append(
+                f"device {problem.device} is not supported (accepts {', '.join(self.devices)})"
+            )
         if problem.arch is not None and problem.arch < self.min_arch:
-            reasons.append(f"sm_{problem.arch} is not supported (needs sm_{self.min_arch} or newer)")
+            reasons.append(
+                f"sm_{problem.arch} is not supported (needs sm_{self.min_arch} or newer)"
+            )
         accepted = ", ".join(_SHORT[d] for d in self.dtypes)
         if problem.q_dtype not in self.dtypes:
             reasons.append(f"q dtype {problem.q_dtype} is not supported (accepts {accepted})")
@@ -85,21 +95,24 @@ class KernelSpec:
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(problem, name)
             if not 0 < dim <= self.max_head_dim or dim % self.head_dim_multiple:
-                step = f" in steps of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+                step = (
+                    f" in steps of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+                )
                 reasons.append(
                     f"{name}={dim} is not supported (accepts {self.head_dim_multiple} to "
                     f"{self.max_head_dim}{step})"
                 )
         if problem.num_kv_heads < 1 or problem.num_q_heads % max(problem.num_kv_heads, 1):
             reasons.append(
-                f"{problem.num_q_heads} query heads over {problem.num_kv_heads} kv heads is not supported "
-                "(query heads must be a multiple of kv heads)"
+                f"{problem.num_q_heads} query heads over {problem.num_kv_heads} kv heads is not "
+                "supported (query heads must be a multiple of kv heads)"
             )
         if problem.page_size is not None and (
             problem.page_size < 1 or problem.page_size % self.page_multiple
         ):
             reasons.append(
-                f"page_size={problem.page_size} is not supported (accepts multiples of {self.page_multiple})"
+                f"page_size={problem.page_size} is not supported (accepts multiples of "
+                f"{self.page_multiple})"
             )
         return reasons
 

@@ -1,4 +1,5 @@
-"""Choosing a kernel for a problem: the first row of the capability table that has no reason against it."""
+"""Choosing a kernel for a problem: the first row of the capability table that has no reason
+against it."""
 
 import functools
 import logging
@@ -20,13 +21,13 @@ def choose_kernel(problem: AttentionProblem, kernel: str | None = None) -> Kerne
 
     Raises:
         ArgumentError: `kernel` names no kernel.
-        NoKernelError: the named kernel, or every kernel, has reasons against the problem; the message
-            lists them.
+        NoKernelError: the named kernel, or every kernel, has reasons against the problem; the
+            message lists them.
     """
     if kernel is not None and kernel not in KERNEL_NAMES:
         raise ArgumentError(
-            f"kernel={kernel!r} is unknown (accepts {', '.join(KERNEL_NAMES)}); leave it out to let dispatch "
-            "choose"
+            f"kernel={kernel!r} is unknown (accepts {', '.join(KERNEL_NAMES)}); leave it out to "
+            "let dispatch choose"
         )
     reasons: dict[str, list[str]] = {}
     for spec in SPECS:
@@ -34,7 +35,9 @@ def choose_kernel(problem: AttentionProblem, kernel: str | None = None) -> Kerne
             continue
         against = spec.why_not(problem)
         if not against:
-            passed_over = "; ".join(f"not {name}: {', '.join(why)}" for name, why in reasons.items())
+            passed_over = "; ".join(
+                f"not {name}: {', '.join(why)}" for name, why in reasons.items()
+            )
             logger.info(
                 "kernel %s for %s%s", spec.name, problem, f" ({passed_over})" if passed_over else ""
             )
@@ -44,5 +47,9 @@ def choose_kernel(problem: AttentionProblem, kernel: str | None = None) -> Kerne
     if kernel is None:
         raise NoKernelError(f"no kernel can do {problem} ({listed})", reasons)
     able = [spec.name for spec in SPECS if not spec.why_not(problem)]
-    way_out = f"use kernel={able[0]!r} or leave kernel out" if able else "no other kernel can do it either"
+    way_out = (
+        f"use kernel={able[0]!r} or leave kernel out"
+        if able
+        else "no other kernel can do it either"
+    )
     raise NoKernelError(f"kernel {kernel} cannot do {problem} ({listed}); {way_out}", reasons)

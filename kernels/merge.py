@@ -1,8 +1,8 @@
 """Merging partial attention results, and folding sinks in: the one place where softmax states meet.
 
-A partial result is normalised by its own softmax denominator ``exp(lse)`` and holds no sink. Merging is
-associative and commutative, so the same two functions serve split keys, shared prefixes and shards on
-other GPUs; a sink is folded in exactly once, at the end.
+A partial result is normalised by its own softmax denominator ``exp(lse)`` and holds no sink.
+Merging is associative and commutative, so the same two functions serve split keys, shared prefixes
+and shards on other GPUs; a sink is folded in exactly once, at the end.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from magi_serve.types import AttentionOutput, SinkSpec
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """``exp(lse - total)`` as a column over head_dim; 0 where a part saw no key, whatever it holds."""
+    """``exp(lse - total)`` as a column over head_dim; 0 where a part saw no key, whatever it
+    holds."""
     return torch.where(torch.isfinite(lse), torch.exp(lse - total), 0.0)[..., None]
 
 
@@ -26,8 +27,9 @@ def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) 
 
     Args:
         partials: any number of sink-free results for the same query rows, in any order: ``out``
-            ``[num_tokens, num_q_heads, head_dim_v]``, ``lse`` ``[num_tokens, num_q_heads]`` (natural
-            log). Rows that saw no key have an infinite `lse` of either sign; their `out` is ignored.
+            ``[num_tokens, num_q_heads, head_dim_v]``, ``lse`` ``[num_tokens, num_q_heads]``
+            (natural log). Rows that saw no key have an infinite `lse` of either sign; their `out`
+            is ignored.
         sink: logits to fold in once, after merging.
 
     Returns:
@@ -45,8 +47,9 @@ def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) 
     for i, part in enumerate(partials):
         if part.out.shape != first.out.shape or part.lse.shape != first.out.shape[:2]:
             raise ShapeError(
-                f"partials[{i}] has out {tuple(part.out.shape)} and lse {tuple(part.lse.shape)}; expected "
-                f"out {tuple(first.out.shape)} and lse {tuple(first.out.shape[:2])} as in partials[0]"
+                f"partials[{i}] has out {tuple(part.out.shape)} and lse {tuple(part.lse.shape)}; "
+                f"expected out {tuple(first.out.shape)} and lse {tuple(first.out.shape[:2])} as "
+                "in partials[0]"
             )
     lses = [torch.where(torch.isfinite(p.lse), p.lse, float("-inf")) for p in partials]
     lse = torch.logsumexp(torch.stack(lses), dim=0)
@@ -91,10 +94,12 @@ def check_sink(sink: SinkSpec, num_tokens: int, num_q_heads: int) -> None:
     """Raise `ShapeError` unless `sink` fits ``[num_tokens, num_q_heads]`` rows."""
     if sink.num_q_heads != num_q_heads:
         raise ShapeError(
-            f"sink has {sink.num_q_heads} heads (logits of shape {tuple(sink.logits.shape)}) and q has "
-            f"{num_q_heads}; expected one logit per query head, slice the logits for this rank"
+            f"sink has {sink.num_q_heads} heads (logits of shape {tuple(sink.logits.shape)}) and "
+            f"q has {num_q_heads}; expected one logit per query head, slice the logits for this "
+            "rank"
         )
     if sink.per_token and sink.logits.shape[0] != num_tokens:
         raise ShapeError(
-            f"sink has logits for {sink.logits.shape[0]} tokens and q has {num_tokens}; expected as many"
+            f"sink has logits for {sink.logits.shape[0]} tokens and q has {num_tokens}; expected "
+            "as many"
         )

@@ -5,7 +5,7 @@ Everything raised on purpose derives from `MagiServeError`. Mistakes in argument
 argument, the value received, what is accepted, and the way out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class MagiServeError(Exception):
@@ -35,7 +35,7 @@ class SettingsError(ArgumentError):
 class NoKernelError(ArgumentError):
     """No kernel, or not the kernel asked for, can do the problem; `reasons` says why, by kernel."""
 
-    def __init__(self, message: str, reasons: dict[str, Sequence[str]]) -> None:
+    def __init__(self, message: str, reasons: Mapping[str, Sequence[str]]) -> None:
         super().__init__(message)
         self.reasons = reasons
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from magi_serve.errors import ArgumentError, DTypeError, ShapeError
 
 UNBOUNDED = 1 << 30
-"""Stands for no bound in a band: larger than any row or key index, and safe to add to one in int32."""
+"""Stands for no bound in a band: larger than any row or key index; their sum fits int32."""
 
 
 class MaskType(enum.IntEnum):
@@ -39,23 +39,24 @@ class MaskType(enum.IntEnum):
 def _int_pairs(name: str, value: Any) -> np.ndarray:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise ArgumentError(
-            f"{name} is on {value.device}; AttentionSlices takes host data (lists, numpy arrays or CPU "
-            "tensors), so that it can be checked once without a device synchronisation: pass "
-            f"{name}.cpu()"
+            f"{name} is on {value.device}; AttentionSlices takes host data (lists, numpy arrays "
+            f"or CPU tensors), checked once without a device synchronisation: pass {name}.cpu()"
         )
     array = np.asarray(value.numpy() if isinstance(value, Tensor) else value)
     if array.size == 0:
         array = array.reshape(0, 2).astype(np.int64)
     if array.ndim != 2 or array.shape[1] != 2:
-        raise ShapeError(f"{name} has shape {array.shape}; expected [num_slices, 2]: (start, end) pairs")
+        raise ShapeError(
+            f"{name} has shape {array.shape}; expected [num_slices, 2]: (start, end) pairs"
+        )
     if not np.issubdtype(array.dtype, np.integer):
         raise DTypeError(f"{name} has dtype {array.dtype}; expected integers")
     bad = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] >= UNBOUNDED)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         raise ArgumentError(
-            f"{name}[{i}] = {array[i].tolist()} is not a half-open range; expected "
-            f"0 <= start <= end < {UNBOUNDED}"
+            f"{name}[{i}] = {array[i].tolist()} is not a half-open range; expected 0 <= start <= "
+            f"end < {UNBOUNDED}"
         )
     return np.ascontiguousarray(array, dtype=np.int64)
 
@@ -92,11 +93,15 @@ class AttentionSlices:
         q = _int_pairs("q_ranges", q_ranges)
         k = _int_pairs("k_ranges", k_ranges)
         if len(q) != len(k):
-            raise ShapeError(f"q_ranges has {len(q)} slices and k_ranges has {len(k)}; expected as many")
+            raise ShapeError(
+                f"q_ranges has {len(q)} slices and k_ranges has {len(k)}; expected as many"
+            )
         if mask_types is None:
             types = np.zeros(len(q), dtype=np.int64)
         else:
-            types = np.asarray(mask_types if not isinstance(mask_types, Tensor) else mask_types.cpu())
+            types = np.asarray(
+                mask_types if not isinstance(mask_types, Tensor) else mask_types.cpu()
+            )
             types = types.reshape(0) if types.size == 0 else types
             if types.shape != (len(q),):
                 raise ShapeError(f"mask_types has shape {types.shape}; expected [{len(q)}]")
@@ -105,7 +110,9 @@ class AttentionSlices:
             if unknown.any():
                 i = int(np.flatnonzero(unknown)[0])
                 accepted = ", ".join(f"{t.name} = {int(t)}" for t in MaskType)
-                raise ArgumentError(f"mask_types[{i}] = {types[i]} is unknown; accepted: {accepted}")
+                raise ArgumentError(
+                    f"mask_types[{i}] = {types[i]} is unknown; accepted: {accepted}"
+                )
         for name, value in (("q_ranges", q), ("k_ranges", k), ("mask_types", types)):
             value.setflags(write=False)
             object.__setattr__(self, name, value)
@@ -116,7 +123,8 @@ class AttentionSlices:
         return len(self.mask_types)
 
     def bands(self) -> np.ndarray:
-        """The slices as ``[num_slices, 6]`` int64 bands ``(q_begin, q_end, k_begin, k_end, lo, hi)``.
+        """The slices as ``[num_slices, 6]`` int64 bands ``(q_begin, q_end, k_begin, k_end, lo,
+        hi)``.
 
         Row ``i`` of ``[q_begin, q_end)`` sees the keys of ``[k_begin, k_end)`` with
         ``i + lo <= key <= i + hi``; `UNBOUNDED` stands for no bound.
@@ -130,7 +138,8 @@ class AttentionSlices:
         """Refuse overlapping slices.
 
         Two bands share a cell iff their rectangles intersect and some diagonal ``key - row`` that
-        crosses the intersection lies within both bands: a closed form, so pairs are checked in bulk.
+        crosses the intersection lies within both bands: a closed form, so pairs are checked in
+            bulk.
         """
         bands = self.bands()
         order = np.argsort(bands[:, 0], kind="stable")
@@ -146,8 +155,9 @@ class AttentionSlices:
                 total += int(counts[stop])
                 stop += 1
             a = np.repeat(np.arange(start, stop), counts[start:stop])
-            within = np.arange(total) - np.repeat(np.cumsum(counts[start:stop]) - counts[start:stop],
-                                                  counts[start:stop])
+            within = np.arange(total) - np.repeat(
+                np.cumsum(counts[start:stop]) - counts[start:stop], counts[start:stop]
+            )
             b = a + 1 + within
             low = np.maximum(s[a], s[b])
             high = np.minimum(s[a], s[b])
@@ -158,9 +168,10 @@ class AttentionSlices:
             if hit.size:
                 i, j = sorted((int(order[a[hit[0]]]), int(order[b[hit[0]]])))
                 raise ArgumentError(
-                    f"slices {i} and {j} overlap: {self._describe(i)} and {self._describe(j)} both hold "
-                    f"queries of [{q0[hit[0]]}, {q1[hit[0]]}) with keys of [{k0[hit[0]]}, {k1[hit[0]]}); "
-                    "each (query, key) cell may be in one slice only: cut or drop one of them"
+                    f"slices {i} and {j} overlap: {self._describe(i)} and {self._describe(j)} "
+                    f"both hold queries of [{q0[hit[0]]}, {q1[hit[0]]}) with keys of "
+                    f"[{k0[hit[0]]}, {k1[hit[0]]}); each (query, key) cell may be in one slice "
+                    "only: cut or drop one of them"
                 )
             start = stop
 
@@ -195,8 +206,8 @@ class SinkSpec:
             object.__setattr__(self, "logits", logits[None])
         elif logits.ndim not in (2, 3):
             raise ShapeError(
-                f"sink logits have shape {tuple(logits.shape)}; expected [num_sinks, num_q_heads] or "
-                "[num_tokens, num_sinks, num_q_heads]"
+                f"sink logits have shape {tuple(logits.shape)}; expected [num_sinks, num_q_heads] "
+                "or [num_tokens, num_sinks, num_q_heads]"
             )
 
     @property
@@ -212,7 +223,8 @@ class SinkSpec:
         return self.logits.ndim == 3
 
     def combined(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All sinks of a head as one logit: ``logsumexp`` over sinks, ``[(num_tokens,) num_q_heads]``."""
+        """All sinks of a head as one logit: ``logsumexp`` over sinks, ``[(num_tokens,)
+        num_q_heads]``."""
         logits = self.logits.to(dtype)
         if self.num_sinks == 1:
             return logits.squeeze(-2)
@@ -226,7 +238,8 @@ class PagedKV:
     Args:
         k: ``[num_pages, page_size, num_kv_heads, head_dim]``, any strides but a unit last one.
         v: ``[num_pages, page_size, num_kv_heads, head_dim_v]``, likewise.
-        page_table: ``[num_seqs, max_pages]`` int32; entries past a sequence's last page are never read.
+        page_table: ``[num_seqs, max_pages]`` int32; entries past a sequence's last page are never
+            read.
         seqlens_k: ``[num_seqs]`` int32: keys of each sequence; what lies past them is never used.
 
     Raises:
@@ -243,23 +256,27 @@ class PagedKV:
             pool = getattr(self, name)
             if pool.ndim != 4:
                 raise ShapeError(
-                    f"{name} has shape {tuple(pool.shape)}; expected "
-                    "[num_pages, page_size, num_kv_heads, head_dim]"
+                    f"{name} has shape {tuple(pool.shape)}; expected [num_pages, page_size, "
+                    "num_kv_heads, head_dim]"
                 )
             if pool.stride(-1) != 1 and pool.shape[-1] > 1:
                 raise ArgumentError(
-                    f"{name} has strides {pool.stride()}; the last one must be 1: lay head_dim out densely"
+                    f"{name} has strides {pool.stride()}; the last one must be 1: lay head_dim "
+                    "out densely"
                 )
         if self.k.shape[:3] != self.v.shape[:3]:
             raise ShapeError(
-                f"k has shape {tuple(self.k.shape)} and v {tuple(self.v.shape)}; they must agree in "
-                "num_pages, page_size and num_kv_heads"
+                f"k has shape {tuple(self.k.shape)} and v {tuple(self.v.shape)}; they must agree "
+                "in num_pages, page_size and num_kv_heads"
             )
         if self.k.dtype != self.v.dtype:
-            raise DTypeError(f"k is {self.k.dtype} and v is {self.v.dtype}; they must have one dtype")
+            raise DTypeError(
+                f"k is {self.k.dtype} and v is {self.v.dtype}; they must have one dtype"
+            )
         if self.page_table.ndim != 2:
             raise ShapeError(
-                f"page_table has shape {tuple(self.page_table.shape)}; expected [num_seqs, max_pages]"
+                f"page_table has shape {tuple(self.page_table.shape)}; expected [num_seqs, "
+                "max_pages]"
             )
         if self.seqlens_k.shape != self.page_table.shape[:1]:
             raise ShapeError(
@@ -285,10 +302,10 @@ class AttentionOutput:
 
     Attributes:
         out: ``[num_tokens, num_q_heads, head_dim_v]`` in q's dtype; 0 for rows that see no key.
-        lse: ``[num_tokens, num_q_heads]`` fp32, natural log of the softmax denominator, with the sink
-            where one was given; for rows that see no key ``-inf``, or the sink.
-        max_logits: ``[num_q_heads]`` fp32: the largest scaled and soft-capped logit of each head before
-            sinks, ``-inf`` if it saw none; None unless asked for.
+        lse: ``[num_tokens, num_q_heads]`` fp32, natural log of the softmax denominator, with the
+            sink where one was given; for rows that see no key ``-inf``, or the sink.
+        max_logits: ``[num_q_heads]`` fp32: the largest scaled and soft-capped logit of each head
+            before sinks, ``-inf`` if it saw none; None unless asked for.
     """
 
     out: Tensor
@@ -298,7 +315,8 @@ class AttentionOutput:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What a kernel must be able to do: hashable and free of tensors, the key of dispatch and messages."""
+    """What a kernel must be able to do: hashable and free of tensors, the key of dispatch and
+    messages."""
 
     device: str
     q_dtype: torch.dtype

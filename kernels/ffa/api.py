@@ -1,6 +1,8 @@
-"""The public attention functions: check once on the host, describe the problem, choose a kernel, launch.
+"""The public attention functions: check once on the host, describe the problem, choose a kernel,
+launch.
 
-Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel may assume all of them.
+Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel may assume all of
+them.
 """
 
 import math
@@ -31,8 +33,9 @@ def ffa_attention(
 ) -> AttentionOutput:
     """Flex-Flash-Attention: attention of packed q over packed k and v under a list of mask slices.
 
-    ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys that the slices
-    show to row ``i``, ``s_ij = cap(softmax_scale * q_i·k_j)``, ``cap(x) = softcap * tanh(x / softcap)``.
+    ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys that the
+    slices show to row ``i``, ``s_ij = cap(softmax_scale * q_i·k_j)``, ``cap(x) = softcap * tanh(x
+    / softcap)``.
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.
@@ -70,7 +73,9 @@ def ffa_attention(
             q, k, v, slices, softmax_scale=scale, softcap=softcap, sink=_on(sink, q)
         )
         return _finish(result, None, return_max_logits)
-    plan = plan_slices(slices, q.shape[0], module.tile_config(problem, "prefill", q.shape[0]), problem, q.device)
+    plan = plan_slices(
+        slices, q.shape[0], module.tile_config(problem, "prefill", q.shape[0]), problem, q.device
+    )
     return _launch(
         spec, q, k, v, None, (plan,), scale, softcap, sink, out=None, max_logits=return_max_logits
     )
@@ -100,9 +105,10 @@ def paged_attention(
         q: ``[num_tokens, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.
         kv: pages, page table and lengths; pages in q's dtype.
         cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing from 0: rows of sequence ``s`` are
-            ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])``. Rows from ``cu_seqlens_q[-1]`` on are padding
-            and come out as zeros.
-        causal: whether keys after a row's position are hidden; a bool, or a bool tensor ``[num_seqs]``.
+            ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])``. Rows from ``cu_seqlens_q[-1]`` on are
+            padding and come out as zeros.
+        causal: whether keys after a row's position are hidden; a bool, or a bool tensor
+            ``[num_seqs]``.
         window: ``(left, right)``: how many further keys to either side of its own position a row
             sees; None for unlimited. A model's causal sliding window of 128 is ``(127, 0)``.
         softmax_scale: None means ``head_dim ** -0.5``.
@@ -111,8 +117,8 @@ def paged_attention(
         out: where to write, ``[num_tokens, num_q_heads, head_dim_v]`` in q's dtype, last stride 1.
         return_max_logits: also return the largest logit of each head.
         kernel: a kernel's name to force it, None to let dispatch choose.
-        plan: a plan that `PagedPlanner` made for this very batch, `causal` and `window`; saves planning
-            again in every layer. It decides the kernel.
+        plan: a plan that `PagedPlanner` made for this very batch, `causal` and `window`; saves
+            planning again in every layer. It decides the kernel.
 
     Returns:
         `AttentionOutput`; rows without a visible key are 0 with ``lse = -inf`` (or the sink).
@@ -127,8 +133,8 @@ def paged_attention(
     num_seqs = kv.seqlens_k.shape[0]
     if cu_seqlens_q.shape != (num_seqs + 1,):
         raise ShapeError(
-            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)}; expected [{num_seqs + 1}]: one more than "
-            f"the {num_seqs} sequences of kv"
+            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)}; expected [{num_seqs + 1}]: one "
+            f"more than the {num_seqs} sequences of kv"
         )
     if cu_seqlens_q.dtype != torch.int32:
         raise DTypeError(f"cu_seqlens_q is {cu_seqlens_q.dtype}; expected torch.int32")
@@ -140,7 +146,9 @@ def paged_attention(
         _check_device(name, tensor, q)
     if isinstance(causal, Tensor):
         if causal.shape != (num_seqs,):
-            raise ShapeError(f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool")
+            raise ShapeError(
+                f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool"
+            )
         _check_device("causal", causal, q)
     _check_window(window)
     scale = _softmax_scale(softmax_scale, q)
@@ -213,7 +221,12 @@ def _plan_batch(
     groups = problem.num_q_heads // problem.num_kv_heads
     is_decode = mean_q_len * groups <= 64
     planner = PagedPlanner(
-        problem, max_tokens=0, max_seqs=0, device=cu_seqlens_q.device, window=window, kernel=spec.name
+        problem,
+        max_tokens=0,
+        max_seqs=0,
+        device=cu_seqlens_q.device,
+        window=window,
+        kernel=spec.name,
     )
     return planner.plan(
         cu_seqlens_q,
@@ -299,7 +312,9 @@ def _problem(
     )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str], kv_ndim: int) -> None:
+def _check_heads(
+    q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str], kv_ndim: int
+) -> None:
     layout = "[tokens, heads, head_dim]" if kv_ndim == 3 else "[pages, page_size, heads, head_dim]"
     if q.ndim != 3:
         raise ShapeError(f"q has shape {tuple(q.shape)}; expected [tokens, heads, head_dim]")
@@ -314,13 +329,17 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str]
     for name, x in zip(names, (q, k, v), strict=True):
         _check_dense(name, x)
     if k.shape[-1] != q.shape[-1]:
-        raise ShapeError(f"{names[1]} has head_dim {k.shape[-1]} and q has {q.shape[-1]}; expected one")
+        raise ShapeError(
+            f"{names[1]} has head_dim {k.shape[-1]} and q has {q.shape[-1]}; expected one"
+        )
     if k.shape[-2] != v.shape[-2]:
-        raise ShapeError(f"{names[1]} has {k.shape[-2]} heads and {names[2]} has {v.shape[-2]}; expected one")
+        raise ShapeError(
+            f"{names[1]} has {k.shape[-2]} heads and {names[2]} has {v.shape[-2]}; expected one"
+        )
     if k.shape[-2] < 1 or q.shape[1] < 1 or q.shape[1] % k.shape[-2]:
         raise ShapeError(
-            f"q has {q.shape[1]} heads and {names[1]} has {k.shape[-2]}; expected query heads to be a "
-            "multiple of kv heads"
+            f"q has {q.shape[1]} heads and {names[1]} has {k.shape[-2]}; expected query heads to "
+            "be a multiple of kv heads"
         )
 
 
@@ -344,8 +363,8 @@ def _check_slices(slices: AttentionSlices, total_q: int, total_k: int) -> None:
         if len(ranges) and int(ranges[:, 1].max()) > total:
             i = int(ranges[:, 1].argmax())
             raise ArgumentError(
-                f"slices.{name}[{i}] = {ranges[i].tolist()} ends past the {total} {of}; expected an end of at "
-                f"most {total}"
+                f"slices.{name}[{i}] = {ranges[i].tolist()} ends past the {total} {of}; expected "
+                f"an end of at most {total}"
             )
 
 
@@ -354,14 +373,16 @@ def _check_window(window: Window | None) -> None:
         return
     if len(window) != 2 or any(w is not None and (not isinstance(w, int) or w < 0) for w in window):
         raise ArgumentError(
-            f"window={window!r} is not accepted; expected None or (left, right), each a count of further keys "
-            ">= 0 or None for unlimited"
+            f"window={window!r} is not accepted; expected None or (left, right), each a count of "
+            "further keys >= 0 or None for unlimited"
         )
 
 
 def _check_softcap(softcap: float) -> None:
     if not (softcap >= 0 and math.isfinite(softcap)):
-        raise ArgumentError(f"softcap={softcap} is not accepted; expected a finite number >= 0, 0 for none")
+        raise ArgumentError(
+            f"softcap={softcap} is not accepted; expected a finite number >= 0, 0 for none"
+        )
 
 
 def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
@@ -369,22 +390,27 @@ def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
         return float(q.shape[-1] ** -0.5)
     if not (softmax_scale > 0 and math.isfinite(softmax_scale)):
         raise ArgumentError(
-            f"softmax_scale={softmax_scale} is not accepted; expected a finite number > 0, or None for "
-            "head_dim ** -0.5"
+            f"softmax_scale={softmax_scale} is not accepted; expected a finite number > 0, or "
+            "None for head_dim ** -0.5"
         )
     return float(softmax_scale)
 
 
-def _check_plan(plan: PagedPlan, num_tokens: int, window: Window | None, kernel: str | None) -> None:
+def _check_plan(
+    plan: PagedPlan, num_tokens: int, window: Window | None, kernel: str | None
+) -> None:
     if plan.num_tokens != num_tokens:
         raise ArgumentError(
-            f"plan is for {plan.num_tokens} tokens and q has {num_tokens}; plan this very batch, or leave plan out"
+            f"plan is for {plan.num_tokens} tokens and q has {num_tokens}; plan this very batch, "
+            "or leave plan out"
         )
     if plan.window != window:
         raise ArgumentError(
-            f"plan is for window={plan.window} and the call has window={window}; use a plan for each window"
+            f"plan is for window={plan.window} and the call has window={window}; use a plan for "
+            "each window"
         )
     if kernel is not None and kernel != plan.kernel:
         raise ArgumentError(
-            f"plan is for kernel {plan.kernel} and the call has kernel={kernel!r}; name it to PagedPlanner"
+            f"plan is for kernel {plan.kernel} and the call has kernel={kernel!r}; name it to "
+            "PagedPlanner"
         )

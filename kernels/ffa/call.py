@@ -13,13 +13,14 @@ class AttentionCall:
 
     Attributes:
         q: ``[num_tokens, num_q_heads, head_dim]``, last stride 1.
-        k, v: ``[num_pages, page_size, num_kv_heads, head_dim(_v)]`` where `page_table` is given, else
-            ``[num_keys, num_kv_heads, head_dim(_v)]``; last stride 1.
+        k, v: ``[num_pages, page_size, num_kv_heads, head_dim(_v)]`` where `page_table` is given,
+            else ``[num_keys, num_kv_heads, head_dim(_v)]``; last stride 1.
         page_table: ``[num_seqs, max_pages]`` int32, or None.
         parts: launches; together they cover every row of q once.
         softmax_scale, softcap: as in the public functions.
         sink: one combined logit per head ``[num_q_heads]``, or per token and head, fp32; or None.
-        out, lse, max_logits: where results go (`AttentionOutput`); `max_logits` holds -inf, or is None.
+        out, lse, max_logits: where results go (`AttentionOutput`); `max_logits` holds -inf, or is
+            None.
     """
 
     q: Tensor

@@ -1,6 +1,7 @@
 """Attention on the CPU: many items at once in batched torch products, fp32 throughout.
 
-Items come longest first, so neighbours are of like length: as many as fit a budget of scores form one
+Items come longest first, so neighbours are of like length: as many as fit a budget of scores form
+    one
 batch, their keys are gathered side by side and one online softmax walks them in steps.
 """
 
@@ -61,7 +62,9 @@ def _attend_batch(call: AttentionCall, plan: Plan, items: Tensor) -> None:
             inside = (at >= kb) & (at < ke) & (at >= of + lo) & (at <= of + hi)
             visible |= inside & (band_begin + b < band_end)[:, None, None]
         visible &= (key < k_end[:, None])[:, None]
-        k, v = _gather_keys(call, bands[band_begin.clamp(max=len(bands) - 1), 4], key, visible.any(1))
+        k, v = _gather_keys(
+            call, bands[band_begin.clamp(max=len(bands) - 1), 4], key, visible.any(1)
+        )
         logits = torch.matmul(q, k.permute(0, 2, 3, 1)) * call.softmax_scale
         if call.softcap > 0:
             logits = call.softcap * torch.tanh(logits / call.softcap)
@@ -97,7 +100,9 @@ def _attend_batch(call: AttentionCall, plan: Plan, items: Tensor) -> None:
     call.lse[at] = lse
 
 
-def _gather_keys(call: AttentionCall, seq: Tensor, key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def _gather_keys(
+    call: AttentionCall, seq: Tensor, key: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """k and v ``[items, keys, num_kv_heads, head_dim]`` in fp32; zero where no row sees the key."""
     at = torch.where(seen, key, 0)
     if call.page_table is None:

@@ -4,11 +4,15 @@ A *band* is a key range and a diagonal range: row ``i`` sees the keys of ``[k_be
 ``i + lo <= key <= i + hi``. Every mask is a set of bands. For paged attention there is one band per
 sequence and keys count from the sequence's start; for slices keys count through the packed k.
 
-A *tile* is up to ``tile_q`` consecutive query rows that share the same bands. An *item* is a tile with a
-range of keys: the whole of what the tile sees, or one of several equal shares (split KV), whose partial
-results a *reduction* puts together. Heads are not in the plan: a kernel repeats every item for each head.
+A *tile* is up to ``tile_q`` consecutive query rows that share the same bands. An *item* is a tile
+with a
+range of keys: the whole of what the tile sees, or one of several equal shares (split KV), whose
+    partial
+results a *reduction* puts together. Heads are not in the plan: a kernel repeats every item for
+each head.
 
-Everything here is vectorised torch on the device where the lengths are: no host synchronisation, tables
+Everything here is vectorised torch on the device where the lengths are: no host synchronisation,
+    tables
 of a size that depends only on host counts, so that captured CUDA graphs can be replayed over them.
 Unused entries have no rows (``q_len == 0``).
 """
@@ -99,7 +103,8 @@ def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
 
 
 def _expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists every unit of `counts`: its owner, its number within the owner, and whether it exists."""
+    """Lists every unit of `counts`: its owner, its number within the owner, and whether it
+    exists."""
     ends = counts.cumsum(0)
     unit = torch.arange(capacity, device=counts.device)
     owner = torch.searchsorted(ends, unit, right=True)
@@ -111,8 +116,9 @@ def _expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
 def _share_size(blocks: Tensor, exists: Tensor, budget: int, least: int) -> Tensor:
     """Key blocks per share: the least size, of 64 tried, that makes at most `budget` shares.
 
-    ``sum(ceil(blocks / size)) <= total / size + tiles``, so twice ``total / budget`` is enough wherever
-    half the budget covers the tiles; the sizes tried end with one that leaves every tile whole.
+    ``sum(ceil(blocks / size)) <= total / size + tiles``, so twice ``total / budget`` is enough
+    wherever half the budget covers the tiles; the sizes tried end with one that leaves every tile
+    whole.
     """
     base = (blocks.sum() / budget).clamp(min=least)
     steps = torch.arange(64, device=blocks.device) / 32
@@ -144,7 +150,7 @@ def _items(
     if not budget:
         order = blocks.masked_fill(q_len == 0, -1).argsort(descending=True, stable=True)
         columns = [c[order] for c in (q_begin, q_len, band_begin, band_end, k_begin, k_end)]
-        return _table(columns, out and out.items), None
+        return _table(columns, out.items if out else None), None
     exists = q_len > 0
     size = _share_size(blocks, exists, budget, config.min_share)
     shares = torch.where(exists, (-(-blocks // size)).clamp(min=1), 0)
@@ -162,17 +168,19 @@ def _items(
             torch.maximum(end, begin),
             shares[tile] > 1,
         ],
-        out and out.items,
+        out.items if out else None,
     )
-    reductions = _table([q_begin, q_len, shares.cumsum(0) - shares, shares], out and out.reductions)
+    reductions = _table(
+        [q_begin, q_len, shares.cumsum(0) - shares, shares], out.reductions if out else None
+    )
     return items, reductions
 
 
 def split_budget(config: TileConfig, num_tiles: int, head_blocks: int, *, is_decode: bool) -> int:
     """How many items keys may be split into, given about how many tiles there are (host counts).
 
-    Few tiles get one wave of programs; decode with many tiles gets several, so that the last wave is a
-    small part of the whole. Prefill tiles are split only while they leave programs idle.
+    Few tiles get one wave of programs; decode with many tiles gets several, so that the last wave
+    is a small part of the whole. Prefill tiles are split only while they leave programs idle.
     """
     slots = config.programs // head_blocks
     if 2 * num_tiles <= slots:
@@ -190,7 +198,8 @@ class Buffers:
 
 
 def head_blocks(problem: AttentionProblem, config: TileConfig) -> int:
-    """Programs per item: kv heads, times chunks of a kv head's query heads where one has too many."""
+    """Programs per item: kv heads, times chunks of a kv head's query heads where one has too
+    many."""
     groups = problem.num_q_heads // problem.num_kv_heads
     return problem.num_kv_heads * -(-groups // config.group_rows(groups))
 
@@ -203,10 +212,12 @@ def paged_bands(
     causal: bool | Tensor,
     window: Window | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First row, row past the last, and band of every sequence, and of the rows that follow them all.
+    """First row, row past the last, and band of every sequence, and of the rows that follow them
+    all.
 
     A query row's position is bottom-right aligned: the last row sits at the last key. Rows from
-    ``cu_seqlens_q[-1]`` to `num_tokens` form one more entry that sees no key, so that they come out as 0.
+    ``cu_seqlens_q[-1]`` to `num_tokens` form one more entry that sees no key, so that they come
+    out as 0.
 
     Returns:
         ``begin``, ``end`` ``[num_seqs + 1]`` and bands ``[num_seqs + 1, 5]``, int64.
@@ -241,8 +252,8 @@ def plan_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Items and reductions for rows that each lie in one band.
 
-    ``[begin, end)`` are the rows of the bands from `first_band` on; `capacity` bounds the number of tiles
-    (a host count); `bands` ``[n, 5]`` are all bands of the batch.
+    ``[begin, end)`` are the rows of the bands from `first_band` on; `capacity` bounds the number
+    of tiles (a host count); `bands` ``[n, 5]`` are all bands of the batch.
     """
     counts = (end - begin + tile_q - 1).clamp(min=0) // tile_q
     owner, number, exists = _expand(counts, capacity)
@@ -256,12 +267,16 @@ def plan_rows(
 
 
 def plan_slices(
-    slices: AttentionSlices, total_q: int, config: TileConfig, problem: AttentionProblem, device: torch.device
+    slices: AttentionSlices,
+    total_q: int,
+    config: TileConfig,
+    problem: AttentionProblem,
+    device: torch.device,
 ) -> Plan:
     """Plan for a list of slices; made on the host once and kept, with its device copy, in `slices`.
 
-    Rows are cut where a slice begins or ends, so that all rows of a tile lie in the same slices; a tile's
-    keys are split by position, whatever part of a range its slices cover.
+    Rows are cut where a slice begins or ends, so that all rows of a tile lie in the same slices; a
+    tile's keys are split by position, whatever part of a range its slices cover.
     """
     key = (config, problem.num_q_heads, problem.num_kv_heads, total_q, device)
     if key not in slices.cache:
@@ -387,7 +402,8 @@ class PagedPlanner:
             cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing, from 0.
             seqlens_k: ``[num_seqs]`` int32.
             num_tokens: rows of q; those past ``cu_seqlens_q[-1]`` come out as zeros.
-            num_decodes: leading sequences of at most `max_decode_q_len` rows, cut into decode tiles.
+            num_decodes: leading sequences of at most `max_decode_q_len` rows, cut into decode
+                tiles.
             num_decode_tokens: rows of those; used only where other sequences follow.
             max_decode_q_len: see above.
             causal: bottom-right aligned; a bool, or a tensor ``[num_seqs]`` of them.
@@ -403,7 +419,7 @@ class PagedPlanner:
         only_decodes = num_decodes == num_seqs
         fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
         out = self.buffers() if only_decodes and fits else None
-        table = _table(list(bands.unbind(1)), out and out.bands)
+        table = _table(list(bands.unbind(1)), out.bands if out else None)
 
         def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Plan:
             config = self.config(regime, max_q_len)
@@ -433,7 +449,9 @@ class PagedPlanner:
             parts = [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]
         else:
             parts = [
-                part("prefill", num_decodes, num_seqs + 1, num_tokens - num_decode_tokens, num_tokens)
+                part(
+                    "prefill", num_decodes, num_seqs + 1, num_tokens - num_decode_tokens, num_tokens
+                )
             ]
             if num_decodes:
                 parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))

@@ -1,10 +1,12 @@
 """Attention as its definition says, in plain torch: what every other kernel is compared with.
 
-``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys ``j`` that row ``i``
-sees, with ``s_ij = cap(softmax_scale * q_i·k_j)`` and ``cap(x) = softcap * tanh(x / softcap)``.
+``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys ``j`` that
+row ``i`` sees, with ``s_ij = cap(softmax_scale * q_i·k_j)`` and ``cap(x) = softcap * tanh(x /
+softcap)``.
 
-Arithmetic runs in q's own dtype (softmax at least in fp32), so float64 inputs give the truth and bf16
-inputs give what a plain torch model would compute. The whole score matrix is made: use small shapes.
+Arithmetic runs in q's own dtype (softmax at least in fp32), so float64 inputs give the truth and
+bf16 inputs give what a plain torch model would compute. The whole score matrix is made: use small
+shapes.
 """
 
 import torch
@@ -56,7 +58,9 @@ def attend(
     return result if sink is None else apply_sink(result, sink)
 
 
-def slices_mask(slices: AttentionSlices, total_q: int, total_k: int, device: torch.device) -> Tensor:
+def slices_mask(
+    slices: AttentionSlices, total_q: int, total_k: int, device: torch.device
+) -> Tensor:
     """The dense mask of `slices`, ``[total_q, total_k]`` bool."""
     visible = torch.zeros(total_q, total_k, dtype=torch.bool, device=device)
     for (qs, qe), (ks, ke), kind in zip(
@@ -104,13 +108,17 @@ def paged_attention_ref(
     causal_of = causal.tolist() if isinstance(causal, Tensor) else [causal] * len(lengths)
     left, right = window or (None, None)
     empty = torch.zeros(q.shape[0], 0, dtype=torch.bool, device=q.device)
-    total = attend(q, q[:0, : kv.num_kv_heads], _no_values(q, kv), empty, softmax_scale=softmax_scale)
+    total = attend(
+        q, q[:0, : kv.num_kv_heads], _no_values(q, kv), empty, softmax_scale=softmax_scale
+    )
     out, lse, max_logits = total.out, total.lse, total.max_logits
     assert max_logits is not None
     for s, num_keys in enumerate(lengths):
         rows = slice(starts[s], starts[s + 1])
         k, v = gather_pages(kv, s, num_keys)
-        position = torch.arange(num_keys - (rows.stop - rows.start), num_keys, device=q.device)[:, None]
+        position = torch.arange(num_keys - (rows.stop - rows.start), num_keys, device=q.device)[
+            :, None
+        ]
         key = torch.arange(num_keys, device=q.device)[None]
         visible = (key <= position) if causal_of[s] else torch.ones_like(key <= position)
         if left is not None:

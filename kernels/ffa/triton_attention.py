@@ -1,9 +1,12 @@
 """Attention in portable Triton: one kernel over work items, and one that reduces split keys.
 
-A program takes one item for one kv head. Its rows are query rows times the query heads of that kv head
-(packed GQA), so that keys are read once for all of them. For each band of the item it walks blocks of
-keys in one online softmax, in base 2: masked blocks at the edges, unmasked ones between. The finalizer
-applies sink, lse and normalisation once, for whoever holds the complete state: the program itself, or
+A program takes one item for one kv head. Its rows are query rows times the query heads of that kv
+head (packed GQA), so that keys are read once for all of them. For each band of the item it walks
+blocks of
+keys in one online softmax, in base 2: masked blocks at the edges, unmasked ones between. The
+    finalizer
+applies sink, lse and normalisation once, for whoever holds the complete state: the program itself,
+    or
 the reduction where keys were split.
 
 Triton turns the products into wgmma on Hopper, tcgen05 on Blackwell and mma.sync elsewhere.
@@ -28,7 +31,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _capped(x, softcap):
-    """``softcap * tanh(x)`` in base 2, from ``tanh|x| = (1 - e) / (1 + e)``, ``e = exp(-2|x|)``: no overflow."""
+    """``softcap * tanh(x)`` in base 2; ``tanh|x| = (1 - e) / (1 + e)``, ``e = exp(-2|x|)``."""
     e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t) * (softcap * LOG2E)
@@ -36,7 +39,7 @@ def _capped(x, softcap):
 
 @triton.jit
 def _walk_blocks(
-    acc, m, l, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
+    acc, m, total, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
     load_begin, load_end, k_begin, k_end, logit_scale, softcap,
     stride_k_p, stride_k_t, stride_v_p, stride_v_t,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -46,7 +49,8 @@ def _walk_blocks(
     """Key blocks ``[block_begin, block_end)`` from `base` on, into the softmax state of the rows.
 
     Keys are visible within ``[k_begin, k_end)`` and ``row + lo <= key <= row + hi``; only those in
-    ``[load_begin, load_end)`` are read. Without MASKED, every key of these blocks is visible to every row.
+    ``[load_begin, load_end)`` are read. Without MASKED, every key of these blocks is visible to
+    every row.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -85,12 +89,12 @@ def _walk_blocks(
             last_key = tl.minimum(row + hi, k_end - 1)
             visible = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
             s = tl.where(visible, s, float("-inf"))
-        # Scaling by a positive number commutes with max, and then rides along in the subtraction's FMA.
+        # A positive scale commutes with max, and then rides along in the subtraction's FMA.
         m_new = tl.maximum(m, tl.max(s, 1) if SOFTCAP else tl.max(s, 1) * logit_scale)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
         p = tl.exp2((s if SOFTCAP else s * logit_scale) - shift[:, None])
         decay = tl.exp2(m - shift)
-        l = l * decay + tl.sum(p, 1)
+        total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         m = m_new
         if MASKED:
@@ -100,12 +104,12 @@ def _walk_blocks(
         else:
             v = tl.load(v_at, mask=(offs_dv < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit
 def _store_rows(
-    acc, m, l, out_ptr, lse_ptr, sink_ptr, token, head, valid,
+    acc, m, total, out_ptr, lse_ptr, sink_ptr, token, head, valid,
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
@@ -118,12 +122,12 @@ def _store_rows(
         top = tl.maximum(m, sink)
         top_safe = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.where(m == float("-inf"), 0.0, tl.exp2(m_safe - top_safe))
-        total = l * weight + tl.exp2(sink - top_safe)
-        scale = tl.where(total > 0, weight / total, 0.0)
-        lse = tl.where(total > 0, (top_safe + tl.log2(total)) * LN2, float("-inf"))
+        with_sink = total * weight + tl.exp2(sink - top_safe)
+        scale = tl.where(with_sink > 0, weight / with_sink, 0.0)
+        lse = tl.where(with_sink > 0, (top_safe + tl.log2(with_sink)) * LN2, float("-inf"))
     else:
-        scale = tl.where(l > 0, 1.0 / l, 0.0)
-        lse = tl.where(l > 0, (m_safe + tl.log2(l)) * LN2, float("-inf"))
+        scale = tl.where(total > 0, 1.0 / total, 0.0)
+        lse = tl.where(total > 0, (m_safe + tl.log2(total)) * LN2, float("-inf"))
     out_at = out_ptr + (token * stride_o_t + head * stride_o_h)[:, None] + offs_dv[None, :]
     out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at, out, mask=valid[:, None] & (offs_dv < DV)[None, :])
@@ -138,7 +142,8 @@ def _attention_kernel(
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, stride_pages,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS:
+        tl.constexpr,
     HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, MAX_LOGITS: tl.constexpr, SPLIT: tl.constexpr,
     ALL_MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +176,7 @@ def _attention_kernel(
     q_at = q_ptr + (row.to(tl.int64) * stride_q_t + head * stride_q_h)[:, None] + offs_d[None, :]
     q = tl.load(q_at, mask=valid[:, None] & (offs_d < D)[None, :], other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_head_ptr = k_ptr + kv_head * stride_k_h
     v_head_ptr = v_ptr + kv_head * stride_v_h
@@ -203,38 +208,38 @@ def _attention_kernel(
             full_begin = tl.minimum(tl.maximum(full_begin, block_begin), block_end)
             full_end = tl.maximum(tl.minimum(k_end, q_begin + hi + 1) - base, 0) // BLOCK_N
             full_end = tl.minimum(tl.maximum(full_end, full_begin), block_end)
-        acc, m, l = _walk_blocks(
-            acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin, base, row, lo, hi,
-            load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+        acc, m, total = _walk_blocks(
+            acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin, base, row,
+            lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
             stride_k_p, stride_k_t, stride_v_p, stride_v_t,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         if not ALL_MASKED:
-            acc, m, l = _walk_blocks(
-                acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end, base, row, lo, hi,
-                load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+            acc, m, total = _walk_blocks(
+                acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end, base,
+                row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
                 stride_k_p, stride_k_t, stride_v_p, stride_v_t,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, False, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
-            acc, m, l = _walk_blocks(
-                acc, m, l, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end, base, row, lo, hi,
-                load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+            acc, m, total = _walk_blocks(
+                acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end, base, row,
+                lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
                 stride_k_p, stride_k_t, stride_v_p, stride_v_t,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
 
     if MAX_LOGITS:
         tl.atomic_max(max_logits_ptr + head, m * LN2, mask=valid)
-    if SPLIT:
-        if is_part != 0:
-            part = (item.to(tl.int64) * HEAD_BLOCKS + head_block) * BLOCK_M + offs_m
-            offs_dv = tl.arange(0, BLOCK_DV)
-            tl.store(part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :], acc, mask=valid[:, None])
-            tl.store(part_ml_ptr + part * 2, m, mask=valid)
-            tl.store(part_ml_ptr + part * 2 + 1, l, mask=valid)
-            return
+    if SPLIT and is_part != 0:
+        part = (item.to(tl.int64) * HEAD_BLOCKS + head_block) * BLOCK_M + offs_m
+        offs_dv = tl.arange(0, BLOCK_DV)
+        part_at = part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :]
+        tl.store(part_at, acc, mask=valid[:, None])
+        tl.store(part_ml_ptr + part * 2, m, mask=valid)
+        tl.store(part_ml_ptr + part * 2 + 1, total, mask=valid)
+        return
     _store_rows(
-        acc, m, l, out_ptr, lse_ptr, sink_ptr, row, head, valid,
+        acc, m, total, out_ptr, lse_ptr, sink_ptr, row, head, valid,
         stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, DV, BLOCK_DV, HAS_SINK,
     )  # fmt: skip
 
@@ -244,10 +249,12 @@ def _reduce_kernel(
     out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_ml_ptr, reductions_ptr,
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS:
+        tl.constexpr,
     HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One matrix row of one split tile: its partial states, PARTS at a time, put together and finished."""
+    """One matrix row of one split tile: its partial states, PARTS at a time, put together and
+    finished."""
     reduction_ptr = reductions_ptr + tl.program_id(0) * COLUMNS
     head_block = tl.program_id(1)
     matrix_row = tl.program_id(2)
@@ -261,7 +268,7 @@ def _reduce_kernel(
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, PARTS)
     m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
+    total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for i in range(0, num_items, PARTS):
         there = i + offs_p < num_items
@@ -269,20 +276,22 @@ def _reduce_kernel(
         part_m = tl.load(part_ml_ptr + part * 2, mask=there, other=float("-inf"))
         part_l = tl.load(part_ml_ptr + part * 2 + 1, mask=there, other=0.0)
         part_acc = tl.load(
-            part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :], mask=there[:, None], other=0.0
+            part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :],
+            mask=there[:, None],
+            other=0.0,
         )
         m_new = tl.maximum(m, tl.max(part_m, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = tl.exp2(part_m - shift)
         decay = tl.exp2(m - shift)
-        l = l * decay + tl.sum(weight * part_l, 0)
+        total = total * decay + tl.sum(weight * part_l, 0)
         acc = acc * decay[:, None] + tl.sum(weight[:, None] * part_acc, 0)[None, :]
         m = m_new
     one = tl.arange(0, 1)
     head = (head_block // GROUP_CHUNKS) * GROUPS + in_group + one
     token = q_begin + matrix_row // GROUP_ROWS + one
     _store_rows(
-        acc, m, l, out_ptr, lse_ptr, sink_ptr, token, head, one == 0,
+        acc, m, total, out_ptr, lse_ptr, sink_ptr, token, head, one == 0,
         stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, DV, BLOCK_DV, HAS_SINK,
     )  # fmt: skip
 
@@ -294,12 +303,20 @@ def _tuned() -> dict[str, dict[str, dict[str, int]]]:
     return tables
 
 
+def _tiles(arch: int, regime: Regime, bits: int, dim: int) -> dict[str, int]:
+    """The entry for one architecture where there is one, else the one that fits all of them."""
+    tables = _tuned()
+    name = f"{regime}_{bits}bit"
+    special = tables.get(f"{name}_sm{arch}", {})
+    return dict(special.get(str(dim)) or tables[name][str(dim)])
+
+
 @functools.cache
 def _num_sms(device: str) -> int:
     """Multiprocessors of the current device; where there is none, as many as an H200 has."""
     if device != "cuda":
         return 132
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
+    return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -310,7 +327,7 @@ def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> Ti
     """
     bits = problem.q_dtype.itemsize * 8
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v), 64)
-    entry: dict[str, Any] = dict(_tuned()[f"{regime}_{bits}bit"][str(min(dim, 256))])
+    entry: dict[str, Any] = _tiles(problem.arch or 0, regime, bits, min(dim, 256))
     per_sm = entry.pop("programs_per_sm")
     if regime == "decode":
         rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
@@ -357,7 +374,9 @@ def _run_part(call: AttentionCall, plan: Plan) -> None:
     }
     if split:
         part_rows = num_items * heads * config.block_m
-        part_acc = torch.empty(part_rows * _padded(head_dim_v), dtype=torch.float32, device=q.device)
+        part_acc = torch.empty(
+            part_rows * _padded(head_dim_v), dtype=torch.float32, device=q.device
+        )
         part_ml = torch.empty(part_rows * 2, dtype=torch.float32, device=q.device)
     else:
         part_acc = part_ml = call.lse

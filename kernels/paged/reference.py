@@ -1,4 +1,5 @@
-"""The paged key/value cache as its definition says: slot ``page * page_size + offset`` holds one token."""
+"""The paged key/value cache as its definition says: slot ``page * page_size + offset`` holds one
+token."""
 
 from torch import Tensor
 

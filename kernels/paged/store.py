@@ -14,7 +14,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     nothing. Rows of k and v past the end of `slot_mapping` are ignored.
 
     Args:
-        k: ``[num_tokens, num_kv_heads, head_dim]``, any dtype that converts to the pages', last stride 1.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, any dtype that converts to the pages', last
+            stride 1.
         v: ``[num_tokens, num_kv_heads, head_dim_v]``, likewise.
         kv: the pages; its table and lengths are not used.
         slot_mapping: ``[<= num_tokens]`` int64 or int32. Slots must lie in the pool and not repeat.
@@ -25,22 +26,27 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     for name, x, pool in (("k", k, kv.k), ("v", v, kv.v)):
         if x.ndim != 3 or x.shape[1:] != pool.shape[2:]:
             raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}; expected [num_tokens, {pool.shape[2]}, {pool.shape[3]}] as "
-                "in the pages"
+                f"{name} has shape {tuple(x.shape)}; expected [num_tokens, {pool.shape[2]}, "
+                f"{pool.shape[3]}] as in the pages"
             )
         if x.device != pool.device:
-            raise DeviceError(f"{name} is on {x.device} and the pages are on {pool.device}; move one of them")
+            raise DeviceError(
+                f"{name} is on {x.device} and the pages are on {pool.device}; move one of them"
+            )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise DTypeError(f"slot_mapping is {slot_mapping.dtype}; expected torch.int64 or torch.int32")
+        raise DTypeError(
+            f"slot_mapping is {slot_mapping.dtype}; expected torch.int64 or torch.int32"
+        )
     num_tokens = slot_mapping.shape[0] if slot_mapping.ndim == 1 else -1
     if not 0 <= num_tokens <= min(len(k), len(v)):
         raise ShapeError(
-            f"slot_mapping has shape {tuple(slot_mapping.shape)}; expected one slot per token, at most "
-            f"[{min(len(k), len(v))}]"
+            f"slot_mapping has shape {tuple(slot_mapping.shape)}; expected one slot per token, at "
+            f"most [{min(len(k), len(v))}]"
         )
     if slot_mapping.device != kv.k.device:
         raise DeviceError(
-            f"slot_mapping is on {slot_mapping.device} and the pages are on {kv.k.device}; move one of them"
+            f"slot_mapping is on {slot_mapping.device} and the pages are on {kv.k.device}; move "
+            "one of them"
         )
     if not num_tokens:
         return

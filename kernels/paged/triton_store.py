@@ -1,4 +1,5 @@
-"""Writing keys and values into pages, in Triton: one program per token, all heads of k and v at once."""
+"""Writing keys and values into pages, in Triton: one program per token, all heads of k and v at
+once."""
 
 import triton
 import triton.language as tl

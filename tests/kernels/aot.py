@@ -1,12 +1,14 @@
-"""Compiles Triton kernels for a GPU that is not there, through the real host code, and reports resources.
+"""Compiles Triton kernels for a GPU that is not there, through the real host code, and reports
+resources.
 
 Run as a program so that each Triton and each architecture gets a process of its own:
 
     python tests/kernels/aot.py ARCH [--all]
 
-prints one JSON line per specialisation: its name, and for each kernel registers, stack bytes (spills live
-there), shared memory and which matrix instruction was used. A stand-in driver answers for the GPU, and
-launches stop after compilation.
+prints one JSON line per specialisation: its name, and for each kernel registers, stack bytes
+    (spills live
+there), shared memory and which matrix instruction was used. A stand-in driver answers for the GPU,
+and launches stop after compilation.
 """
 
 import argparse
@@ -72,7 +74,8 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 def compile_only(arch: int) -> list[dict[str, Any]]:
-    """Make every launch compile for `arch` and stop; returns the list that compiled kernels go to."""
+    """Make every launch compile for `arch` and stop; returns the list that compiled kernels go
+    to."""
     compiled: list[dict[str, Any]] = []
     driver.set_active(FakeDriver(arch))
     triton_attention._num_sms = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
@@ -108,7 +111,12 @@ def paged_case(
         "cuda", dtype, dtype, num_q_heads, num_kv_heads, head_dim, head_dim, arch, page_size
     )
     planner = PagedPlanner(
-        problem, max_tokens=64, max_seqs=8, device=torch.device("cpu"), window=window, kernel="triton"
+        problem,
+        max_tokens=64,
+        max_seqs=8,
+        device=torch.device("cpu"),
+        window=window,
+        kernel="triton",
     )
     cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
     plan = planner.plan(
@@ -164,7 +172,8 @@ def write_case(dtype: torch.dtype, heads: int, head_dim: int, page_size: int) ->
 
 
 def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The specialisations of the default tiles that served models use; with `everything`, the whole grid."""
+    """The specialisations of the default tiles that served models use; with `everything`, the
+    whole grid."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
     def paged(name: str, *args: Any, **kwargs: Any) -> tuple[str, Callable[[], None]]:
@@ -177,7 +186,9 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             f"{kind} bf16 d64 page 16 sink window", bf16, (64, 8), 64, 16, decode=decode, sink=True,
             window=(127, 0),
         )  # fmt: skip
-        yield paged(f"{kind} bf16 d256 page 16 softcap", bf16, (8, 4), 256, 16, decode=decode, softcap=50.0)
+        yield paged(
+            f"{kind} bf16 d256 page 16 softcap", bf16, (8, 4), 256, 16, decode=decode, softcap=50.0
+        )
         yield paged(f"{kind} fp32 d64 page 16", fp32, (9, 3), 64, 16, decode=decode)
         if everything:
             yield paged(f"{kind} fp16 d128 page 128", fp16, (32, 8), 128, 128, decode=decode)
@@ -186,7 +197,13 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             yield paged(f"{kind} fp32 d128 page 16", fp32, (32, 8), 128, 16, decode=decode)
             yield paged(f"{kind} fp32 d256 page 16", fp32, (8, 4), 256, 16, decode=decode)
             yield paged(
-                f"{kind} bf16 d128 page 16 max-logits", bf16, (32, 8), 128, 16, decode=decode, max_logits=True
+                f"{kind} bf16 d128 page 16 max-logits",
+                bf16,
+                (32, 8),
+                128,
+                16,
+                decode=decode,
+                max_logits=True,
             )
     yield "slices bf16 d128", lambda: slices_case(arch, bf16, (32, 8), 128)
     if everything:
@@ -203,7 +220,10 @@ def main() -> None:
     for name, case in cases(args.arch, args.all):
         del compiled[:]
         case()
-        print(json.dumps({"case": name, "triton": triton.__version__, "kernels": compiled}), flush=True)
+        print(
+            json.dumps({"case": name, "triton": triton.__version__, "kernels": compiled}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

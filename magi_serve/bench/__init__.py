@@ -1,0 +1,1 @@
+"""Benchmarks: each prints one table and can write one JSON line per row."""
