@@ -1,0 +1,422 @@
+"""One grid of attention problems for every kernel, wherever it can run.
+
+``cpu`` runs as it is, ``triton`` in its interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``)
+and on a GPU (``pytest -m gpu tests/kernels``). What selects a compiled specialisation comes from
+`SHAPES`, so that a GPU compiles a bounded number of kernels; lengths and masks are drawn.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from magi_serve import AttentionSlices, MaskType, ffa_attention, paged_attention
+from magi_serve.kernels.capabilities import triton_interprets
+from magi_serve.kernels.ffa.reference import attend
+from magi_serve.testing import (
+    LAYOUTS,
+    Layout,
+    PagedBatch,
+    assert_as_accurate_as_torch,
+    check_paged,
+    check_slices,
+    make_dense,
+    make_paged,
+    make_sink,
+    make_slices,
+)
+from magi_serve.types import AttentionOutput
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SINKS = ("one", "several", "per token", "strided")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kernel runs, and how much of it is affordable there."""
+
+    kernel: str
+    device: str
+    max_q: int
+    max_k: int
+    examples: int
+
+
+CPU = Place("cpu", "cpu", max_q=140, max_k=600, examples=10)
+INTERPRETER = Place("triton", "cpu", max_q=40, max_k=130, examples=3)
+GPU = Place("triton", "cuda", max_q=300, max_k=3000, examples=12)
+
+on_cpu = pytest.param(
+    CPU,
+    id="cpu",
+    marks=pytest.mark.skipif(triton_interprets(), reason="runs without TRITON_INTERPRET"),
+)
+in_interpreter = pytest.param(
+    INTERPRETER,
+    id="interpreter",
+    marks=pytest.mark.skipif(not triton_interprets(), reason="needs TRITON_INTERPRET=1"),
+)
+on_gpu = pytest.param(
+    GPU,
+    id="gpu",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    ],
+)
+everywhere = pytest.mark.parametrize("place", [on_cpu, in_interpreter, on_gpu])
+without_gpu = pytest.mark.parametrize("place", [on_cpu, in_interpreter])
+only_gpu = pytest.mark.parametrize("place", [on_gpu])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is specialised for."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    layout: Layout
+    dtype: torch.dtype
+    head_dim_v: int | None = None
+    sink: bool = False
+    softcap: float = 0.0
+    max_logits: bool = False
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")
+        flags = [
+            "sink" * self.sink,
+            f"cap{self.softcap:g}" * bool(self.softcap),
+            "max" * self.max_logits,
+        ]
+        dtype = str(self.dtype).removeprefix("torch.")
+        words = [dtype, f"{self.num_q_heads}x{self.num_kv_heads}", dims, f"p{self.page_size}"]
+        return "-".join([*words, self.layout, *filter(None, flags)])
+
+
+SHAPES = [
+    Shape(32, 8, 128, 16, "vllm", BF16),
+    Shape(64, 8, 64, 16, "vllm", BF16, sink=True),
+    Shape(8, 4, 256, 16, "nhd", BF16, softcap=50.0),
+    Shape(40, 1, 64, 32, "hnd", BF16, max_logits=True),
+    Shape(71, 1, 64, 16, "nhd", BF16),
+    Shape(6, 6, 80, 48, "packed", BF16),
+    Shape(12, 4, 96, 64, "pair", BF16),
+    Shape(16, 1, 72, 272, "layers", BF16, sink=True),
+    Shape(8, 8, 112, 128, "vllm", BF16, sink=True, softcap=20.0, max_logits=True),
+    Shape(6, 2, 32, 256, "hnd", BF16),
+    Shape(16, 2, 192, 64, "nhd", BF16, head_dim_v=128, sink=True),
+    Shape(32, 8, 128, 64, "nhd", FP16, sink=True, max_logits=True),
+    Shape(28, 4, 128, 16, "vllm", FP16),
+    Shape(8, 2, 64, 16, "packed", FP16, head_dim_v=128, softcap=5.0),
+    Shape(9, 3, 64, 16, "vllm", FP32),
+    Shape(8, 2, 128, 32, "nhd", FP32, sink=True, softcap=30.0),
+    Shape(4, 1, 256, 48, "hnd", FP32, max_logits=True),
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def examples(count: int) -> settings:
+    """So many, the same ones each time, however long they take."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+EDGES = sorted({n + d for n in (16, 32, 64, 128, 256) for d in (-1, 0, 1)} | {2, 3, 5, 7, 13, 97})
+
+
+def lengths(most: int) -> st.SearchStrategy[int]:
+    """Up to `most`, with a liking for 0, 1, primes, and edges of tiles and pages."""
+    edges = [n for n in (0, 1, *EDGES) if n <= most]
+    return st.sampled_from(edges) | st.integers(0, most)
+
+
+@st.composite
+def batches(draw: st.DrawFn, place: Place, shape: Shape) -> tuple[PagedBatch, int | None]:
+    """A batch, and how many of its sequences to plan as decodes (None: no plan is made ahead)."""
+    regime = draw(st.sampled_from(["prefill", "decode", "verify", "mixed"]))
+    count = draw(st.integers(1, 5))
+    num_decodes = {"prefill": 0, "mixed": count // 2}.get(regime, count)
+    longest = {"decode": 1, "verify": 3, "mixed": 3}
+    q_lens, k_lens = [], []
+    for s in range(count):
+        q_len = draw(lengths(longest[regime] if s < num_decodes else place.max_q))
+        before = draw(lengths(place.max_k) | st.integers(-q_len, 0))
+        q_lens.append(q_len)
+        k_lens.append(draw(st.sampled_from([0, q_len + before, q_len + before, q_len + before])))
+    batch = make_paged(
+        q_lens,
+        k_lens,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        page_size=shape.page_size,
+        layout=shape.layout,
+        dtype=shape.dtype,
+        device=place.device,
+        seed=draw(st.integers(0, 2**16)),
+        poison=draw(st.sampled_from([float("nan"), 1e4])),
+        padding_rows=draw(st.sampled_from([0, 0, 1, 5])),
+        fused_q=draw(st.booleans()),
+    )
+    planned = regime in ("verify", "mixed") or draw(st.booleans())
+    return batch, num_decodes if planned else None
+
+
+@st.composite
+def masks(draw: st.DrawFn, batch: PagedBatch) -> dict[str, object]:
+    """`causal` and `window` for a batch."""
+    side = st.none() | st.sampled_from([0, 1, 4, 15, 16, 63, 127]) | st.integers(0, 300)
+    causal: object = draw(st.sampled_from([True, True, False, None]))
+    if causal is None:
+        of_each = st.lists(st.booleans(), min_size=len(batch.q_lens), max_size=len(batch.q_lens))
+        causal = torch.tensor(draw(of_each), dtype=torch.bool, device=batch.q.device)
+    return {"causal": causal, "window": draw(st.none() | st.tuples(side, side))}
+
+
+@everywhere
+@shapes
+def test_paged_attention_is_as_accurate_as_torch(place: Place, shape: Shape) -> None:
+    @examples(place.examples)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        batch, num_decodes = data.draw(batches(place, shape))
+        kind = data.draw(st.sampled_from(SINKS)) if shape.sink else "none"
+        check_paged(
+            batch,
+            kernel=place.kernel,
+            num_decodes=num_decodes,
+            max_logits=shape.max_logits,
+            softcap=shape.softcap,
+            sink=make_sink(kind, batch.num_tokens, shape.num_q_heads, device=place.device),
+            **data.draw(masks(batch)),
+        )
+
+    run()
+
+
+@st.composite
+def any_shape(draw: st.DrawFn, place: Place) -> Shape:
+    """Shapes that `SHAPES` does not hold; for places where a new one costs nothing."""
+    num_kv_heads = draw(st.integers(1, 3))
+    dims = st.sampled_from([32, 64, 72, 80, 96, 112, 128, 160, 192, 256])
+    return Shape(
+        num_kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16])),
+        num_kv_heads,
+        draw(dims),
+        draw(st.sampled_from([16, 32, 48, 64, 128, 256, 272])),
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from([BF16, FP16, FP32])),
+        head_dim_v=draw(st.none() | dims),
+        sink=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 30.0])),
+        max_logits=draw(st.booleans()),
+    )
+
+
+@without_gpu
+def test_paged_attention_is_accurate_for_shapes_drawn_at_random(place: Place) -> None:
+    @examples(10 * place.examples)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        shape = data.draw(any_shape(place))
+        batch, num_decodes = data.draw(batches(place, shape))
+        kind = data.draw(st.sampled_from(SINKS)) if shape.sink else "none"
+        check_paged(
+            batch,
+            kernel=place.kernel,
+            num_decodes=num_decodes,
+            max_logits=shape.max_logits,
+            softcap=shape.softcap,
+            sink=make_sink(kind, batch.num_tokens, shape.num_q_heads),
+            **data.draw(masks(batch)),
+        )
+
+    run()
+
+
+SLICE_SHAPES = [SHAPES[i] for i in (0, 1, 3, 5, 8, 11, 13, 14)]
+
+
+@everywhere
+@pytest.mark.parametrize("shape", SLICE_SHAPES, ids=str)
+def test_slices_are_as_accurate_as_torch(place: Place, shape: Shape) -> None:
+    @examples(place.examples)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        total_q = data.draw(lengths(place.max_q))
+        total_k = data.draw(lengths(place.max_k))
+        slices = make_slices(
+            total_q,
+            total_k,
+            seed=data.draw(st.integers(0, 2**16)),
+            max_leaves=data.draw(st.sampled_from([1, 3, 10, 20])),
+        )
+        q, k, v = make_dense(
+            total_q,
+            total_k,
+            num_q_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            head_dim_v=shape.head_dim_v,
+            dtype=shape.dtype,
+            device=place.device,
+        )
+        kind = data.draw(st.sampled_from(SINKS)) if shape.sink else "none"
+        check_slices(
+            q,
+            k,
+            v,
+            slices,
+            kernel=place.kernel,
+            max_logits=shape.max_logits,
+            softcap=shape.softcap,
+            sink=make_sink(kind, total_q, shape.num_q_heads, device=place.device),
+        )
+
+    run()
+
+
+# Full size, on a GPU only: the truth is computed for some of the rows.
+
+FULL = {
+    "one long prompt": ([8192], [8192], None),
+    "a chunk on a long prefix": ([2048], [32768], None),
+    "many short prompts": ([100] * 200, [100] * 200, None),
+    "decode of one long sequence": ([1], [120000], 1),
+    "decode of many sequences": ([1] * 64, [4096 + 61 * i for i in range(64)], 64),
+    "verification of drafts": ([4] * 16, [9000 - 500 * i for i in range(16)], 16),
+    "decodes beside prompts": ([1] * 30 + [700, 1200], [5000] * 30 + [9000, 1200], 30),
+}
+
+
+@only_gpu
+@pytest.mark.parametrize("work", FULL)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[11]], ids=str)
+@pytest.mark.parametrize("window", [None, (127, 0)], ids=["full", "window"])
+def test_full_size_batches_are_as_accurate_as_torch(
+    place: Place, shape: Shape, work: str, window: tuple[int, int] | None
+) -> None:
+    q_lens, k_lens, num_decodes = FULL[work]
+    batch = make_paged(
+        q_lens,
+        k_lens,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        layout=shape.layout,
+        dtype=shape.dtype,
+        device=place.device,
+        fused_q=True,
+    )
+    sink = make_sink("one", batch.num_tokens, shape.num_q_heads, device=place.device)
+    plan = None
+    if num_decodes is not None:
+        plan = batch.plan(batch.planner(place.kernel, window), num_decodes)
+    result = paged_attention(
+        batch.q,
+        batch.kv,
+        batch.cu_seqlens_q,
+        window=window,
+        sink=sink if shape.sink else None,
+        out=batch.poisoned_out(),
+        plan=plan,
+        kernel=place.kernel,
+    )
+    assert not bool(result.out.isnan().any())
+    for s in {0, len(q_lens) // 2, len(q_lens) - 1}:
+        assert_sequence_is_accurate(batch, s, result, window, sink if shape.sink else None)
+
+
+def assert_sequence_is_accurate(batch, s, result, window, sink) -> None:  # type: ignore[no-untyped-def]
+    """Hold up to 16 rows of sequence `s` of a causal batch to the criterion."""
+    q_len, k_len = batch.q_lens[s], batch.k_lens[s]
+    step = max(1, q_len // 15)
+    own = torch.arange(q_len - 1, -1, -step, device=batch.q.device)
+    rows = own + int(batch.cu_seqlens_q[s])
+    position = (own + k_len - q_len)[:, None]
+    key = torch.arange(k_len, device=batch.q.device)
+    visible = key <= position
+    if window is not None:
+        visible &= key >= position - window[0]
+    pages = batch.kv.page_table[s, key // batch.kv.page_size].long()
+    k, v = (x[pages, key % batch.kv.page_size] for x in (batch.kv.k, batch.kv.v))
+
+    def reference(dtype: torch.dtype) -> AttentionOutput:
+        q = batch.q[rows].to(dtype)
+        scale = q.shape[-1] ** -0.5
+        return attend(q, k.to(dtype), v.to(dtype), visible, softmax_scale=scale, sink=sink)
+
+    part = AttentionOutput(result.out[rows], result.lse[rows])
+    assert_as_accurate_as_torch(part, reference)
+
+
+@only_gpu
+def test_query_offsets_past_two_billion_elements_are_right(place: Place) -> None:
+    shape = Shape(32, 2, 256, 16, "nhd", BF16)
+    q_lens = [64] * 4097
+    batch = make_paged(
+        [64],
+        [64],
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        device=place.device,
+    )
+    repeated = batch.kv.page_table.expand(len(q_lens), -1).contiguous()
+    kv = type(batch.kv)(
+        batch.kv.k, batch.kv.v, repeated, batch.kv.seqlens_k.expand(len(q_lens)).contiguous()
+    )
+    q = batch.q.repeat(len(q_lens), 1, 1)
+    assert q.numel() > 2**31
+    cu_seqlens_q = 64 * torch.arange(len(q_lens) + 1, dtype=torch.int32, device=place.device)
+    out = paged_attention(q, kv, cu_seqlens_q, kernel=place.kernel).out
+    assert torch.equal(out[-64:], out[:64])
+    alone = check_paged(batch, kernel=place.kernel)
+    torch.testing.assert_close(out[-64:], alone.out, atol=2e-2, rtol=2e-2)
+
+
+@only_gpu
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=str)
+def test_long_packed_slices_are_as_accurate_as_torch(place: Place, shape: Shape) -> None:
+    total = 6000
+    q, k, v = make_dense(
+        total,
+        total,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        device=place.device,
+    )
+    # A causal document, one that also sees a shared prefix, and a band of keys around the diagonal.
+    slices = AttentionSlices(
+        [(0, 2500), (2500, 4000), (2500, 4000), (4000, 6000)],
+        [(0, 2500), (0, 700), (2500, 4000), (3900, 6000)],
+        [MaskType.CAUSAL, MaskType.FULL, MaskType.CAUSAL, MaskType.BI_CAUSAL],
+    )
+    result = ffa_attention(q, k, v, slices, kernel=place.kernel)
+    assert not bool(result.out.isnan().any())
+    rows = torch.arange(0, total, 250, device=place.device)
+    row, key = rows[:, None], torch.arange(total, device=place.device)
+    visible = (row < 2500) & (key <= row)
+    visible |= (row >= 2500) & (row < 4000) & ((key < 700) | ((key >= 2500) & (key <= row)))
+    visible |= (row >= 4000) & (key >= row - 100) & (key <= row)
+
+    def reference(dtype: torch.dtype) -> AttentionOutput:
+        scale = shape.head_dim**-0.5
+        return attend(*(x.to(dtype) for x in (q[rows], k, v)), visible, softmax_scale=scale)
+
+    assert_as_accurate_as_torch(AttentionOutput(result.out[rows], result.lse[rows]), reference)
