@@ -73,11 +73,12 @@ def ffa_attention(
             q, k, v, slices, softmax_scale=scale, softcap=softcap, sink=_on(sink, q)
         )
         return _finish(result, None, return_max_logits)
-    plan = plan_slices(
-        slices, q.shape[0], module.tile_config(problem, "prefill", q.shape[0]), problem, q.device
-    )
+    parts: tuple[Plan, ...] = ()
+    if q.shape[0]:
+        config = module.tile_config(problem, "prefill", q.shape[0])
+        parts = (plan_slices(slices, q.shape[0], config, problem, q.device),)
     return _launch(
-        spec, q, k, v, None, (plan,), scale, softcap, sink, out=None, max_logits=return_max_logits
+        spec, q, k, v, None, parts, scale, softcap, sink, out=None, max_logits=return_max_logits
     )
 
 
