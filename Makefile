@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 CUDA_VENV := .venv-cuda
 RUN := $(VENV)/bin/python -m
+# The option belongs to pytest-asyncio, which the configuration cannot take for granted.
+PYTEST := $(RUN) pytest -o asyncio_default_fixture_loop_scope=function
 TESTS := not gpu and not multi_gpu and not slow
 PYTEST_ARGS ?=
 
@@ -28,7 +30,7 @@ DEMO_ARGS = --served-model-name SmolLM2-135M-Instruct $(if $(filter cpu,$(DEVICE
 # The folder a command runs in stays off sys.path: `kernels` here is not the package `kernels`.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup serve test test-slow test-gpu fmt lint types lock
+.PHONY: help setup serve test test-slow test-gpu bench fmt lint types lock
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' \
@@ -48,13 +50,16 @@ endif
 
 test: lint types  ## lint, types and every test that needs no GPU
 	@echo "test: pytest, all that needs no GPU"
-	@$(RUN) pytest -m "$(TESTS)" $(PYTEST_ARGS)
+	@$(PYTEST) -m "$(TESTS)" $(PYTEST_ARGS)
 
 test-slow: setup  ## the tests that take minutes
-	@$(RUN) pytest -m "slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 test-gpu:  ## the tests for a GPU, with the machine's own Python (PYTHON=...): no set-up
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench:  ## measure, with the machine's own Python (PYTHON=...): make bench ARGS="serve --help"
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m magi_serve.cli bench $(ARGS)
 
 fmt: setup  ## format the code and fix what can be fixed
 	@$(RUN) ruff check --fix .
