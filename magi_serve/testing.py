@@ -38,6 +38,23 @@ NO_PAGE = 2**31 - 1
 Reference = Callable[[torch.dtype], AttentionOutput]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a kernel runs, and how much work is affordable there."""
+
+    kernel: str
+    device: str
+    dtype: torch.dtype
+    max_q: int
+    max_k: int
+    examples: int
+
+
+ON_CPU = Place("cpu", "cpu", torch.float32, max_q=140, max_k=350, examples=8)
+IN_INTERPRETER = Place("triton", "cpu", torch.float16, max_q=40, max_k=130, examples=3)
+ON_GPU = Place("triton", "cuda", torch.bfloat16, max_q=300, max_k=3000, examples=12)
+
+
 def poisoned(
     shape: Sequence[int],
     dtype: torch.dtype,

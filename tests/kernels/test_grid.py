@@ -1,8 +1,7 @@
 """One grid of attention problems for every kernel, wherever it can run.
 
-``cpu`` runs as it is, ``triton`` in its interpreter (``TRITON_INTERPRET=1 pytest tests/kernels``)
-and on a GPU (``pytest -m gpu tests/kernels``). What selects a compiled specialisation comes from
-`SHAPES`, so that a GPU compiles a bounded number of kernels; lengths and masks are drawn.
+What selects a compiled specialisation comes from `SHAPES`, so that a GPU compiles a bounded number
+of kernels; lengths and masks are drawn.
 """
 
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from magi_serve import AttentionSlices, MaskType, ffa_attention, paged_attention
-from magi_serve.kernels.capabilities import triton_interprets
 from magi_serve.kernels.ffa.reference import attend
 from magi_serve.testing import (
     LAYOUTS,
     Layout,
     PagedBatch,
+    Place,
     assert_as_accurate_as_torch,
     check_paged,
     check_slices,
@@ -31,44 +30,6 @@ from magi_serve.types import AttentionOutput
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SINKS = ("one", "several", "per token", "strided")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a kernel runs, and how much of it is affordable there."""
-
-    kernel: str
-    device: str
-    max_q: int
-    max_k: int
-    examples: int
-
-
-CPU = Place("cpu", "cpu", max_q=140, max_k=600, examples=10)
-INTERPRETER = Place("triton", "cpu", max_q=40, max_k=130, examples=3)
-GPU = Place("triton", "cuda", max_q=300, max_k=3000, examples=12)
-
-on_cpu = pytest.param(
-    CPU,
-    id="cpu",
-    marks=pytest.mark.skipif(triton_interprets(), reason="runs without TRITON_INTERPRET"),
-)
-in_interpreter = pytest.param(
-    INTERPRETER,
-    id="interpreter",
-    marks=pytest.mark.skipif(not triton_interprets(), reason="needs TRITON_INTERPRET=1"),
-)
-on_gpu = pytest.param(
-    GPU,
-    id="gpu",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    ],
-)
-everywhere = pytest.mark.parametrize("place", [on_cpu, in_interpreter, on_gpu])
-without_gpu = pytest.mark.parametrize("place", [on_cpu, in_interpreter])
-only_gpu = pytest.mark.parametrize("place", [on_gpu])
 
 
 @dataclass(frozen=True)
@@ -184,7 +145,6 @@ def masks(draw: st.DrawFn, batch: PagedBatch) -> dict[str, object]:
     return {"causal": causal, "window": draw(st.none() | st.tuples(side, side))}
 
 
-@everywhere
 @shapes
 def test_paged_attention_is_as_accurate_as_torch(place: Place, shape: Shape) -> None:
     @examples(place.examples)
@@ -206,7 +166,7 @@ def test_paged_attention_is_as_accurate_as_torch(place: Place, shape: Shape) -> 
 
 
 @st.composite
-def any_shape(draw: st.DrawFn, place: Place) -> Shape:
+def any_shape(draw: st.DrawFn) -> Shape:
     """Shapes that `SHAPES` does not hold; for places where a new one costs nothing."""
     num_kv_heads = draw(st.integers(1, 3))
     dims = st.sampled_from([32, 64, 72, 80, 96, 112, 128, 160, 192, 256])
@@ -224,17 +184,16 @@ def any_shape(draw: st.DrawFn, place: Place) -> Shape:
     )
 
 
-@without_gpu
-def test_paged_attention_is_accurate_for_shapes_drawn_at_random(place: Place) -> None:
-    @examples(10 * place.examples)
+def test_paged_attention_is_accurate_for_shapes_drawn_at_random(host_place: Place) -> None:
+    @examples(10 * host_place.examples)
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        shape = data.draw(any_shape(place))
-        batch, num_decodes = data.draw(batches(place, shape))
+        shape = data.draw(any_shape())
+        batch, num_decodes = data.draw(batches(host_place, shape))
         kind = data.draw(st.sampled_from(SINKS)) if shape.sink else "none"
         check_paged(
             batch,
-            kernel=place.kernel,
+            kernel=host_place.kernel,
             num_decodes=num_decodes,
             max_logits=shape.max_logits,
             softcap=shape.softcap,
@@ -248,7 +207,6 @@ def test_paged_attention_is_accurate_for_shapes_drawn_at_random(place: Place) ->
 SLICE_SHAPES = [SHAPES[i] for i in (0, 1, 3, 5, 8, 11, 13, 14)]
 
 
-@everywhere
 @pytest.mark.parametrize("shape", SLICE_SHAPES, ids=str)
 def test_slices_are_as_accurate_as_torch(place: Place, shape: Shape) -> None:
     @examples(place.examples)
@@ -300,12 +258,11 @@ FULL = {
 }
 
 
-@only_gpu
 @pytest.mark.parametrize("work", FULL)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[11]], ids=str)
 @pytest.mark.parametrize("window", [None, (127, 0)], ids=["full", "window"])
 def test_full_size_batches_are_as_accurate_as_torch(
-    place: Place, shape: Shape, work: str, window: tuple[int, int] | None
+    gpu_place: Place, shape: Shape, work: str, window: tuple[int, int] | None
 ) -> None:
     q_lens, k_lens, num_decodes = FULL[work]
     batch = make_paged(
@@ -317,13 +274,13 @@ def test_full_size_batches_are_as_accurate_as_torch(
         page_size=shape.page_size,
         layout=shape.layout,
         dtype=shape.dtype,
-        device=place.device,
+        device=gpu_place.device,
         fused_q=True,
     )
-    sink = make_sink("one", batch.num_tokens, shape.num_q_heads, device=place.device)
+    sink = make_sink("one", batch.num_tokens, shape.num_q_heads, device=gpu_place.device)
     plan = None
     if num_decodes is not None:
-        plan = batch.plan(batch.planner(place.kernel, window), num_decodes)
+        plan = batch.plan(batch.planner(gpu_place.kernel, window), num_decodes)
     result = paged_attention(
         batch.q,
         batch.kv,
@@ -332,7 +289,7 @@ def test_full_size_batches_are_as_accurate_as_torch(
         sink=sink if shape.sink else None,
         out=batch.poisoned_out(),
         plan=plan,
-        kernel=place.kernel,
+        kernel=gpu_place.kernel,
     )
     assert not bool(result.out.isnan().any())
     for s in {0, len(q_lens) // 2, len(q_lens) - 1}:
@@ -362,8 +319,7 @@ def assert_sequence_is_accurate(batch, s, result, window, sink) -> None:  # type
     assert_as_accurate_as_torch(part, reference)
 
 
-@only_gpu
-def test_query_offsets_past_two_billion_elements_are_right(place: Place) -> None:
+def test_query_offsets_past_two_billion_elements_are_right(gpu_place: Place) -> None:
     shape = Shape(32, 2, 256, 16, "nhd", BF16)
     q_lens = [64] * 4097
     batch = make_paged(
@@ -373,7 +329,7 @@ def test_query_offsets_past_two_billion_elements_are_right(place: Place) -> None
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=shape.dtype,
-        device=place.device,
+        device=gpu_place.device,
     )
     repeated = batch.kv.page_table.expand(len(q_lens), -1).contiguous()
     kv = type(batch.kv)(
@@ -381,16 +337,15 @@ def test_query_offsets_past_two_billion_elements_are_right(place: Place) -> None
     )
     q = batch.q.repeat(len(q_lens), 1, 1)
     assert q.numel() > 2**31
-    cu_seqlens_q = 64 * torch.arange(len(q_lens) + 1, dtype=torch.int32, device=place.device)
-    out = paged_attention(q, kv, cu_seqlens_q, kernel=place.kernel).out
+    cu_seqlens_q = 64 * torch.arange(len(q_lens) + 1, dtype=torch.int32, device=gpu_place.device)
+    out = paged_attention(q, kv, cu_seqlens_q, kernel=gpu_place.kernel).out
     assert torch.equal(out[-64:], out[:64])
-    alone = check_paged(batch, kernel=place.kernel)
+    alone = check_paged(batch, kernel=gpu_place.kernel)
     torch.testing.assert_close(out[-64:], alone.out, atol=2e-2, rtol=2e-2)
 
 
-@only_gpu
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=str)
-def test_long_packed_slices_are_as_accurate_as_torch(place: Place, shape: Shape) -> None:
+def test_long_packed_slices_are_as_accurate_as_torch(gpu_place: Place, shape: Shape) -> None:
     total = 6000
     q, k, v = make_dense(
         total,
@@ -399,7 +354,7 @@ def test_long_packed_slices_are_as_accurate_as_torch(place: Place, shape: Shape)
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=shape.dtype,
-        device=place.device,
+        device=gpu_place.device,
     )
     # A causal document, one that also sees a shared prefix, and a band of keys around the diagonal.
     slices = AttentionSlices(
@@ -407,10 +362,10 @@ def test_long_packed_slices_are_as_accurate_as_torch(place: Place, shape: Shape)
         [(0, 2500), (0, 700), (2500, 4000), (3900, 6000)],
         [MaskType.CAUSAL, MaskType.FULL, MaskType.CAUSAL, MaskType.BI_CAUSAL],
     )
-    result = ffa_attention(q, k, v, slices, kernel=place.kernel)
+    result = ffa_attention(q, k, v, slices, kernel=gpu_place.kernel)
     assert not bool(result.out.isnan().any())
-    rows = torch.arange(0, total, 250, device=place.device)
-    row, key = rows[:, None], torch.arange(total, device=place.device)
+    rows = torch.arange(0, total, 250, device=gpu_place.device)
+    row, key = rows[:, None], torch.arange(total, device=gpu_place.device)
     visible = (row < 2500) & (key <= row)
     visible |= (row >= 2500) & (row < 4000) & ((key < 700) | ((key >= 2500) & (key <= row)))
     visible |= (row >= 4000) & (key >= row - 100) & (key <= row)
