@@ -52,8 +52,8 @@ def kv_cache_layouts() -> tuple[Any, ...]:
     """Physical cache layouts in our order of preference; vLLM 0.30 and newer."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    # The kernels take any strides. With tokens before heads (NHD) the heads of a token lie together,
-    # so that writing one token touches one run of memory.
+    # The kernels take any strides. With tokens before heads (NHD) the heads of a token lie
+    # together, so that writing one token touches one run of memory.
     return tuple(sorted(KVCacheLayout, key=lambda layout: layout is not KVCacheLayout.LBNHC))
 
 

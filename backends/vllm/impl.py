@@ -64,7 +64,10 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
         if alibi_slopes is not None:
             raise _refusal("alibi_slopes", "ALiBi is not computed")
         if attn_type != AttentionType.DECODER:
-            raise _refusal(f"attn_type={attn_type}", "only causal decoder layers are computed")
+            raise _refusal(
+                f"attn_type={AttentionType(attn_type).value}",
+                "only causal decoder layers are computed",
+            )
         if self.dcp_world_size > 1:
             raise _refusal(
                 f"decode_context_parallel_size={self.dcp_world_size}", "keys are not sharded"
@@ -95,7 +98,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write `key` and `value` ``[rows, num_kv_heads, head_dim]`` to slots; none for slots < 0."""
+        """Write `key` and `value` ``[rows, num_kv_heads, head_dim]``; slots below 0 get nothing."""
         write_kv(key, value, self._pages.of(kv_cache), slot_mapping[: key.shape[0]])
 
     def forward(

@@ -1,0 +1,344 @@
+"""A layer and its metadata builder, driven as vLLM drives them, against attention in float64."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from magi_serve.backends.vllm.backend import MagiAttentionBackend
+from magi_serve.backends.vllm.impl import MagiAttentionImpl
+from magi_serve.backends.vllm.metadata import MagiMetadataBuilder, leading_decodes
+from magi_serve.errors import ArgumentError, NoKernelError, ShapeError
+from magi_serve.kernels.ffa.reference import attend
+from magi_serve.testing import NO_PAGE, poisoned
+from magi_serve.types import SinkSpec
+
+pytestmark = pytest.mark.vllm
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 32, 16
+# Physical order of (layers, blocks, heads, tokens, content), by vLLM's names.
+LAYOUTS = {
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LBHNC": (0, 1, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+MIXED = [(1, 40), (1, 1), (1, 17), (5, 21), (33, 33), (7, 100)]
+
+
+def layer(**options: Any) -> SimpleNamespace:
+    impl = MagiAttentionImpl(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, **options)
+    impl.process_weights_after_loading(torch.float32)
+    return SimpleNamespace(impl=impl)
+
+
+def builder(
+    *layers: SimpleNamespace,
+    spec_tokens: int | None = None,
+    settings: dict[str, Any] | None = None,
+    head_dim: int = HEAD_DIM,
+) -> MagiMetadataBuilder:
+    names = [f"layer{i}" for i in range(len(layers))]
+    speculative = spec_tokens and SimpleNamespace(
+        num_speculative_tokens=spec_tokens, parallel_drafting=False
+    )
+    config = SimpleNamespace(
+        additional_config={"magi_serve": settings} if settings else {},
+        compilation_config=SimpleNamespace(
+            static_forward_context=dict(zip(names, layers, strict=True))
+        ),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        speculative_config=speculative,
+        use_v2_model_runner=False,
+    )
+    spec = FullAttentionSpec(
+        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=torch.float32
+    )
+    return MagiMetadataBuilder(spec, names, config, torch.device("cpu"))
+
+
+class Batch:
+    """Random sequences over a poisoned cache, and the metadata that vLLM would send for them.
+
+    Args:
+        lengths: (query tokens, keys) of each sequence.
+        pad_seqs, pad_tokens: padding that the metadata counts in, as for full CUDA graphs.
+        pad_rows: rows of q, k, v and output past `num_actual_tokens`, as for piecewise graphs.
+    """
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],
+        *,
+        layout: str = "LBNHC",
+        pad_seqs: int = 0,
+        pad_tokens: int = 0,
+        pad_rows: int = 0,
+        causal: bool | Tensor = True,
+    ) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.lengths = lengths
+        query_lens, key_lens = map(list, zip(*lengths, strict=True))
+        self.starts = [0, *np.cumsum(query_lens).tolist()]
+        tokens = self.starts[-1]
+        self.num_tokens = tokens + pad_tokens
+        rows = self.num_tokens + pad_rows
+        pages_of = [-(-n // PAGE) for n in key_lens]
+        order = LAYOUTS[layout]
+        shape = (2, sum(pages_of) + 3, KV_HEADS, PAGE, 2 * HEAD_DIM)
+        physical = poisoned([shape[i] for i in order], torch.float32)
+        self.cache = physical.permute(*np.argsort(order).tolist())[1]
+        shuffled = (torch.randperm(sum(pages_of) + 2, generator=g) + 1).tolist()
+        num_seqs = len(lengths) + pad_seqs
+        self.table = torch.full((num_seqs, max(pages_of) + 1), NO_PAGE, dtype=torch.int32)
+        self.q = poisoned([rows, HEADS, HEAD_DIM], torch.float32)
+        self.k = poisoned([rows, KV_HEADS, HEAD_DIM], torch.float32)
+        self.v = poisoned([rows, KV_HEADS, HEAD_DIM], torch.float32)
+        self.slots = torch.full((rows,), -1, dtype=torch.int64)
+        self.keys, self.values = [], []
+        for s, (n, keys) in enumerate(lengths):
+            pages = torch.tensor([shuffled.pop() for _ in range(pages_of[s])])
+            self.table[s, : len(pages)] = pages
+            k, v = torch.randn(2, keys, KV_HEADS, HEAD_DIM, generator=g)
+            at = torch.arange(keys)
+            page, offset, old = pages[at // PAGE], at % PAGE, keys - n
+            self.cache[page[:old], :, offset[:old]] = torch.cat([k, v], -1)[:old]
+            mine = slice(self.starts[s], self.starts[s + 1])
+            self.q[mine] = torch.randn(n, HEADS, HEAD_DIM, generator=g)
+            self.k[mine], self.v[mine] = k[old:], v[old:]
+            self.slots[mine] = (page * PAGE + offset)[old:]
+            self.keys.append(k)
+            self.values.append(v)
+        start = torch.tensor([*self.starts, *[tokens] * pad_seqs], dtype=torch.int32)
+        self.common = CommonAttentionMetadata(
+            query_start_loc=start,
+            query_start_loc_cpu=start.clone(),
+            seq_lens=torch.tensor([*key_lens, *[0] * pad_seqs], dtype=torch.int32),
+            num_reqs=num_seqs,
+            num_actual_tokens=self.num_tokens,
+            max_query_len=max(query_lens),
+            max_seq_len=max(key_lens),
+            block_table_tensor=self.table,
+            slot_mapping=self.slots[: self.num_tokens],
+            causal=causal,
+        )
+
+    def run(self, layer: SimpleNamespace, metadata: Any) -> Tensor:
+        impl, output = layer.impl, poisoned(self.q.shape, torch.float32)
+        impl.do_kv_cache_update(layer, self.k, self.v, self.cache, metadata.slot_mapping)
+        return impl.forward(layer, self.q, None, None, self.cache, metadata, output)
+
+    def check(self, out: Tensor, impl: MagiAttentionImpl, sinks: Tensor | None = None) -> None:
+        for s, (n, keys) in enumerate(self.lengths):
+            causal = self.common.causal
+            is_causal = bool(causal[s]) if isinstance(causal, Tensor) else causal
+            rows = slice(self.starts[s], self.starts[s + 1])
+            position = torch.arange(keys - n, keys)[:, None]
+            key = torch.arange(keys)[None]
+            visible = key <= position if is_causal else torch.ones(n, keys, dtype=torch.bool)
+            if impl.sliding_window is not None:
+                visible &= (key - position).abs() < impl.sliding_window
+            expected = attend(
+                self.q[rows].double(),
+                self.keys[s].double(),
+                self.values[s].double(),
+                visible,
+                softmax_scale=impl.scale,
+                softcap=impl.softcap,
+                sink=None if sinks is None else SinkSpec(sinks.double()),
+            )
+            torch.testing.assert_close(out[rows].double(), expected.out, atol=2e-5, rtol=0)
+        assert (out[self.starts[-1] :] == 0).all()
+
+
+SINKS = torch.linspace(-1, 2, HEADS)
+FEATURES = {
+    "plain": {},
+    "sinks": {"sinks": SINKS},
+    "window": {"sliding_window": 9},
+    "all": {"sinks": SINKS, "sliding_window": 9, "logits_soft_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mixed_batch_over_a_stale_cache_is_exact(layout: str, features: str) -> None:
+    one, batch = layer(**FEATURES[features]), Batch(MIXED, layout=layout)
+    metadata = builder(one).build(0, batch.common)
+    batch.check(batch.run(one, metadata), one.impl, FEATURES[features].get("sinks"))
+
+
+@pytest.mark.parametrize("lengths", [MIXED, [(1, 40), (1, 3)]], ids=["mixed", "decodes"])
+def test_rows_past_the_actual_tokens_are_written_with_zeros(lengths: list[tuple[int, int]]) -> None:
+    one, batch = layer(), Batch(lengths, pad_rows=6)
+    batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
+
+
+def test_padding_of_a_full_cuda_graph_is_written_with_zeros() -> None:
+    one, batch = layer(sinks=SINKS), Batch([(1, 40), (1, 3)], pad_seqs=6, pad_tokens=6)
+    batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl, SINKS)
+
+
+def test_slots_below_zero_and_rows_without_a_slot_are_not_written() -> None:
+    one, batch = layer(), Batch([(4, 4)], pad_rows=3)
+    batch.slots[1] = -1
+    one.impl.do_kv_cache_update(one, batch.k, batch.v, batch.cache, batch.slots[:3])
+    written = batch.cache.isfinite().all(1).all(-1).flatten().nonzero().flatten()
+    assert written.tolist() == sorted(batch.slots[[0, 2]].tolist())
+
+
+def test_layers_of_one_group_may_differ_in_window_and_sinks() -> None:
+    layers = [layer(), layer(sliding_window=5), layer(sliding_window=9, sinks=SINKS), layer()]
+    group = builder(*layers)
+    assert len(group.variants) == 3
+    metadata = group.build(0, Batch(MIXED).common)
+    for one, sinks in zip(layers, [None, None, SINKS, None], strict=True):
+        batch = Batch(MIXED)
+        batch.check(batch.run(one, metadata), one.impl, sinks)
+
+
+def test_the_profile_run_fills_the_output_with_zeros() -> None:
+    one = layer()
+    out = poisoned([3, HEADS, HEAD_DIM], torch.float32)
+    one.impl.forward(one, out, None, None, torch.empty(0), None, out)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("causal", [False, torch.tensor([1, 0, 1, 0, 1, 0], dtype=torch.int32)])
+def test_sequences_may_look_ahead(causal: bool | Tensor, window: int | None) -> None:
+    one, batch = layer(sliding_window=window), Batch(MIXED, causal=causal)
+    batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
+
+
+def test_verification_of_drafts_counts_as_decode() -> None:
+    one = layer()
+    group = builder(one, spec_tokens=3)
+    assert group.reorder_batch_threshold == 4
+    batch = Batch([(4, 40), (4, 9), (2, 30), (6, 6), (1, 4)])
+    metadata = group.build(0, batch.common)
+    batch.check(batch.run(one, metadata), one.impl)
+    assert metadata.plan_for(one.impl.variant).num_tokens == 17
+
+
+def test_decode_steps_with_as_many_sequences_use_the_same_memory() -> None:
+    one = layer(sliding_window=9)
+    group = builder(one)
+    plans = []
+    for keys in (3, 70):
+        batch = Batch([(1, keys), (1, 2 * keys)], pad_seqs=2, pad_tokens=2)
+        metadata = group.build(0, batch.common)
+        plans.append(metadata.plan_for(one.impl.variant))
+        batch.check(batch.run(one, metadata), one.impl)
+    first, second = (plan.parts[0] for plan in plans)
+    assert first.items.data_ptr() == second.items.data_ptr()
+    assert first.items.shape == second.items.shape
+    assert first.bands.data_ptr() == second.bands.data_ptr()
+
+
+def test_capture_runs_over_short_sequences() -> None:
+    one, batch = layer(), Batch([(1, 40), (1, 40)])
+    metadata = builder(one).build_for_cudagraph_capture(batch.common)
+    assert metadata.seqlens_k.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "expected"),
+    [
+        ([1, 1, 1], 1, (3, 3)),
+        ([1, 1, 5, 1], 1, (2, 2)),
+        ([5, 1], 1, (0, 0)),
+        ([4, 2, 4, 9, 1], 4, (3, 10)),
+        ([1, 1, 0, 0], 1, (4, 2)),
+        ([1, 0, 7], 1, (2, 1)),
+    ],
+)
+def test_decodes_are_the_leading_short_sequences(
+    query_lens: list[int], threshold: int, expected: tuple[int, int]
+) -> None:
+    start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
+    n = len(query_lens)
+    found = leading_decodes(start, n, int(start[-1]), max(query_lens), threshold)
+    assert found == expected
+
+
+def test_metadata_survives_the_copy_that_fast_prefill_makes() -> None:
+    one, batch = layer(), Batch([(1, 40), (1, 3)])
+    group = builder(one)
+    subclass = create_fast_prefill_custom_backend("Fast", MagiAttentionBackend).get_builder_cls()
+    group.__class__ = subclass
+    batch.common.logits_indices_padded = torch.arange(2)
+    batch.common.num_logits_indices = 2
+    batch.common.max_logits_per_req = 1
+    metadata = group.build(0, batch.common)
+    batch.check(batch.run(one, metadata), one.impl)
+
+
+def test_a_setting_forces_the_kernel() -> None:
+    one, batch = layer(), Batch(MIXED)
+    group = builder(one, settings={"kernel": "reference"})
+    assert one.impl.kernel_name == "reference"
+    batch.check(batch.run(one, group.build(0, batch.common)), one.impl)
+    support = MagiMetadataBuilder.get_cudagraph_support
+    assert support(group.vllm_config, group.kv_cache_spec) == AttentionCGSupport.NEVER
+    plain = builder(one)
+    assert support(plain.vllm_config, plain.kv_cache_spec) == AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_a_kernel_that_is_only_for_tests_is_never_chosen() -> None:
+    with pytest.raises(NoKernelError, match="for tests"):
+        builder(layer(), head_dim=2048)
+
+
+def test_sinks_are_kept_in_fp32_and_taken_over_again_in_place() -> None:
+    weights = torch.nn.Parameter(SINKS.bfloat16())
+    one = layer(sinks=weights)
+    held = one.impl._sink.logits
+    assert held.dtype == torch.float32
+    weights.data.fill_(3.0)
+    one.impl.process_weights_after_loading(torch.bfloat16)
+    assert one.impl._sink.logits is held
+    assert held.tolist() == [[3.0] * HEADS]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
+        ({"chunk_lookback": 1}, "chunk_lookback=1"),
+        ({"novelty": torch.ones(2)}, "novelty"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named) as error:
+        layer(**options)
+    assert "drop --attention-backend CUSTOM" in str(error.value)
+
+
+def test_options_that_are_off_are_accepted() -> None:
+    layer(chunk_lookback=-1, novelty=None, other=False, third=0)
+
+
+def test_sinks_of_another_head_count_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"sinks have shape \(3,\); expected \[4\]"):
+        layer(sinks=torch.zeros(3))
+
+
+def test_quantised_output_is_refused() -> None:
+    one = layer()
+    out = torch.zeros(1, HEADS, HEAD_DIM)
+    with pytest.raises(ArgumentError, match="output_scale"):
+        one.impl.forward(one, out, None, None, torch.empty(0), None, out, torch.ones(1))
