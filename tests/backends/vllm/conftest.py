@@ -25,7 +25,7 @@ def _config(name: str) -> Any:
         "hidden_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
@@ -36,7 +36,7 @@ def _config(name: str) -> Any:
         return t.LlamaConfig(intermediate_size=256, num_hidden_layers=2, head_dim=64, **common)
     if name == "qwen3":
         return t.Qwen3Config(intermediate_size=256, num_hidden_layers=2, head_dim=32, **common)
-    if name == "gptoss":
+    if name.startswith("gptoss"):
         rope = {
             "rope_type": "yarn",
             "rope_theta": 150000.0,
@@ -46,11 +46,13 @@ def _config(name: str) -> Any:
             "truncate": False,
             "original_max_position_embeddings": 4096,
         }
+        if name == "gptoss-gpu":
+            common |= {"hidden_size": 512, "num_attention_heads": 16}
         return t.GptOssConfig(
-            intermediate_size=128,
+            intermediate_size=common["hidden_size"],
             num_hidden_layers=4,
             head_dim=64,
-            sliding_window=32,
+            sliding_window=128 if name == "gptoss-gpu" else 32,
             num_local_experts=4,
             num_experts_per_tok=2,
             layer_types=["sliding_attention", "full_attention"] * 2,
@@ -80,13 +82,9 @@ def _make(name: str, folder: Path) -> None:
     if name == "mla":
         config.save_pretrained(folder)
         return
-    classes = {
-        "llama": t.LlamaForCausalLM,
-        "qwen3": t.Qwen3ForCausalLM,
-        "gptoss": t.GptOssForCausalLM,
-    }
+    classes = {"llama": t.LlamaForCausalLM, "qwen3": t.Qwen3ForCausalLM}
     torch.manual_seed(0)
-    model = classes[name](config).to(torch.float32)
+    model = classes.get(name, t.GptOssForCausalLM)(config).to(torch.float32)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
             noise = torch.randn_like(p)
@@ -104,7 +102,7 @@ def _make(name: str, folder: Path) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), mla.
 
-    The last is a configuration without weights.
+    gptoss-gpu is a larger gptoss; mla is a configuration without weights.
     """
     made: dict[str, str] = {}
 

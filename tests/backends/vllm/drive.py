@@ -16,6 +16,8 @@ def watch(worker: Any) -> dict[str, Any]:
         if "calls" not in vars(cls):
             cls.calls, cls.forward = 0, counted(cls, cls.forward)
     return {
+        "cudagraphs": worker.vllm_config.compilation_config.cudagraph_mode.name,
+        "runner": type(worker.model_runner).__module__,
         "impls": sorted({f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers}),
         "kernels": sorted({str(getattr(x.impl, "kernel_name", None)) for x in layers}),
         "strides": [list(x.kv_cache.stride()) for x in layers],

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from magi_serve.kernels.capabilities import KERNEL_NAMES
+
 pytestmark = pytest.mark.vllm
 
 IMPL = "magi_serve.backends.vllm.impl.MagiAttentionImpl"
@@ -55,11 +57,18 @@ def ours(
 ) -> dict[str, dict[str, Any]]:
     """Each model in one process: with prompt log-probs, then twice through the prefix cache."""
     runs = [run(prompts, prompt_logprobs=1), run(prompts), run(prompts)]
-    report = drive(*(engine(model, *runs, enable_prefix_caching=True) for model in MODELS))
-    assert [e.get("error") for e in report["engines"]] == [None] * len(MODELS), report["log"][
-        -6000:
-    ]
-    return {**dict(zip(MODELS, report["engines"], strict=True)), "report": report}
+    jobs = [engine(model, *runs, enable_prefix_caching=True) for model in MODELS]
+    # One token is enough to look a draft up in the prompt, so that many steps verify some.
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+    report = drive(*jobs, engine("gptoss", run(prompts), speculative_config=drafts))
+    results = report["engines"]
+    assert [e.get("error") for e in results] == [None] * 4, report["log"][-6000:]
+    return {**dict(zip([*MODELS, "drafted"], results, strict=True)), "report": report}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -80,6 +89,12 @@ def test_a_prefix_cache_hit_changes_nothing(
     _, _, again = ours[model]["runs"]
     assert [r["cached"] for r in again] == [0, 32, 144]
     assert_as_transformers(checkpoint(model), again)
+
+
+def test_verifying_drafts_changes_nothing(
+    ours: dict[str, Any], checkpoint: Callable[[str], str]
+) -> None:
+    assert_as_transformers(checkpoint("gptoss"), ours["drafted"]["runs"][0])
 
 
 def test_tokens_come_before_heads_in_the_cache(ours: dict[str, Any]) -> None:
@@ -156,7 +171,7 @@ def test_an_unknown_settings_key_is_an_error_that_names_it(refusals: list[str]) 
 
 def test_an_unknown_kernel_is_an_error_that_names_the_known_ones(refusals: list[str]) -> None:
     assert "hoper" in refusals[3]
-    assert "accepts auto, cpu, triton" in refusals[3]
+    assert f"accepts auto, {', '.join(KERNEL_NAMES)};" in refusals[3]
 
 
 def test_a_forced_kernel_that_cannot_run_here_is_refused_with_its_reason(
