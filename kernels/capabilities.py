@@ -50,11 +50,14 @@ class KernelSpec:
         name: what ``kernel=`` and ``MAGI_SERVE_KERNEL`` call it.
         module: where it lives; loaded when first launched.
         devices: device types it runs on.
-        min_arch: least CUDA compute capability, as ``10 * major + minor``.
+        min_arch, max_arch: CUDA compute capabilities, as ``10 * major + minor``; 0 for no bound.
         dtypes: dtypes of q; k and v must have the same.
         max_head_dim: largest head dim of k and of v.
         head_dim_multiple: head dims must be a multiple of this.
+        head_dims: the only head dims taken, the same for k and v; empty for no such bound.
         page_multiple: page sizes must be a multiple of this.
+        page_tile: page sizes must divide this or be a multiple of it; 0 for no such bound.
+        even_rows: whether operands must be rows of one stride, aligned to 16 bytes (TMA).
         planned: whether it runs over a plan of work items (`kernels.ffa.plan`).
         summary: one line for people.
     """
@@ -66,14 +69,18 @@ class KernelSpec:
     max_head_dim: int
     summary: str
     min_arch: int = 0
+    max_arch: int = 0
     head_dim_multiple: int = 1
+    head_dims: tuple[int, ...] = ()
     page_multiple: int = 1
+    page_tile: int = 0
+    even_rows: bool = False
     planned: bool = True
 
     def why_not(self, problem: AttentionProblem) -> list[str]:
         """The reasons why this kernel cannot do `problem`; empty means that it can."""
         reasons = []
-        if self.name == "triton" and (missing := _triton_problem()):
+        if self.name in ("hopper", "triton") and (missing := _triton_problem()):
             reasons.append(missing)
         interpreted = self.name == "triton" and problem.device == "cpu" and triton_interprets()
         if problem.device not in self.devices and not interpreted:
@@ -83,6 +90,11 @@ class KernelSpec:
         if problem.arch is not None and problem.arch < self.min_arch:
             reasons.append(
                 f"sm_{problem.arch} is not supported (needs sm_{self.min_arch} or newer)"
+            )
+        if problem.arch is not None and self.max_arch and problem.arch > self.max_arch:
+            reasons.append(
+                f"sm_{problem.arch} is not supported (made for sm_{self.min_arch} to "
+                f"sm_{self.max_arch})"
             )
         accepted = ", ".join(_SHORT[d] for d in self.dtypes)
         if problem.q_dtype not in self.dtypes:
@@ -102,6 +114,16 @@ class KernelSpec:
                     f"{name}={dim} is not supported (accepts {self.head_dim_multiple} to "
                     f"{self.max_head_dim}{step})"
                 )
+        if self.head_dims and not (problem.head_dim == problem.head_dim_v in self.head_dims):
+            reasons.append(
+                f"head_dim={problem.head_dim} with head_dim_v={problem.head_dim_v} is not "
+                f"supported (accepts {', '.join(map(str, self.head_dims))}, the same for both)"
+            )
+        if self.even_rows and not problem.even_rows:
+            reasons.append(
+                "these strides are not supported (accepts rows of one stride, aligned to 16 bytes, "
+                "the same for k and v)"
+            )
         if problem.num_kv_heads < 1 or problem.num_q_heads % max(problem.num_kv_heads, 1):
             reasons.append(
                 f"{problem.num_q_heads} query heads over {problem.num_kv_heads} kv heads is not "
@@ -113,6 +135,12 @@ class KernelSpec:
             reasons.append(
                 f"page_size={problem.page_size} is not supported (accepts multiples of "
                 f"{self.page_multiple})"
+            )
+        tile = self.page_tile
+        if problem.page_size and tile and tile % problem.page_size and problem.page_size % tile:
+            reasons.append(
+                f"page_size={problem.page_size} is not supported (accepts divisors and multiples "
+                f"of {tile})"
             )
         return reasons
 
@@ -131,6 +159,20 @@ SPECS: tuple[KernelSpec, ...] = (
         dtypes=_SERVED,
         max_head_dim=1024,
         summary="vectorised torch with fp32 arithmetic, for the CPU platform",
+    ),
+    KernelSpec(
+        name="hopper",
+        module="magi_serve.kernels.ffa.hopper",
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        max_head_dim=128,
+        head_dims=(64, 128),
+        min_arch=90,
+        max_arch=90,
+        page_multiple=16,
+        page_tile=128,
+        even_rows=True,
+        summary="warp-specialised Gluon for prefill on Hopper, Triton for decode",
     ),
     KernelSpec(
         name="triton",

@@ -333,6 +333,8 @@ class AttentionProblem:
     softcap: bool = False
     window: bool = False
     max_logits: bool = False
+    even_rows: bool = True
+    """Whether TMA can read q, k and v: rows of one stride, aligned to 16 bytes."""
 
     def __str__(self) -> str:
         kv = "contiguous" if self.page_size is None else f"page {self.page_size}"

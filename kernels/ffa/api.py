@@ -75,7 +75,7 @@ def ffa_attention(
         return _finish(result, None, return_max_logits)
     parts: tuple[Plan, ...] = ()
     if q.shape[0]:
-        config = module.tile_config(problem, "prefill", q.shape[0])
+        config = module.tile_config(problem, "slices", q.shape[0])
         parts = (plan_slices(slices, q.shape[0], config, problem, q.device),)
     return _launch(
         spec, q, k, v, None, parts, scale, softcap, sink, out=None, max_logits=return_max_logits
@@ -310,7 +310,22 @@ def _problem(
         softcap=softcap > 0,
         window=window,
         max_logits=max_logits,
+        even_rows=q.stride(1) == q.shape[2] and _even_rows(q, k, v),
     )
+
+
+def _even_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k and v are rows of one stride, aligned to 16 bytes, and k laid out as v."""
+    unit = 16 // q.element_size()
+    for x in (q, k, v):
+        if not x.numel() or x.data_ptr() % 16 or any(s % unit for s in x.stride()[:-1]):
+            return False
+    if k.stride() != v.stride():
+        return False
+    if k.ndim == 3:
+        return True
+    page, token, head, _ = k.stride()
+    return page % token == 0 and (k.shape[2] == 1 or head < token or head % token == 0)
 
 
 def _check_heads(

@@ -17,9 +17,9 @@ _SCORES_PER_BATCH = 1 << 23
 
 
 def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
-    """Whole tiles of 64 rows for prefill, one row per tile for decode; keys are never split."""
+    """One row per tile for decode, else 64; keys are never split."""
     groups = problem.num_q_heads // problem.num_kv_heads
-    return TileConfig(block_m=groups * (64 if regime == "prefill" else 1), block_n=64)
+    return TileConfig(block_m=groups * (1 if regime == "decode" else 64), block_n=64)
 
 
 def run(call: AttentionCall) -> None:

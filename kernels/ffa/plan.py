@@ -25,7 +25,7 @@ from torch import Tensor
 
 from magi_serve.types import UNBOUNDED, AttentionProblem, AttentionSlices
 
-Regime = Literal["prefill", "decode"]
+Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
 
 BAND_COLUMNS = ("k_begin", "k_end", "lo", "hi", "seq")
@@ -43,7 +43,10 @@ class TileConfig:
         block_m: matrix rows per program: query rows times query heads of one kv head.
         block_n: keys per step.
         num_warps, num_stages: as Triton takes them.
+        packed: whether a tile holds all query heads of a kv head, or one.
         programs: programs that fill the chip; 0 if keys are never split.
+        programs_per_sm: how many of them share a multiprocessor.
+        queued: whether programs take their work from a queue, so that keys need no splitting.
         waves: shares per program slot when tiles are many, for an even finish.
         min_share: least key blocks in a share.
     """
@@ -52,17 +55,20 @@ class TileConfig:
     block_n: int
     num_warps: int = 4
     num_stages: int = 1
+    packed: bool = True
     programs: int = 0
+    programs_per_sm: int = 1
+    queued: bool = False
     waves: int = 4
     min_share: int = 4
 
     def group_rows(self, groups: int) -> int:
         """Query heads of one kv head that a program takes at once."""
-        return min(groups, self.block_m)
+        return min(groups, self.block_m) if self.packed else 1
 
     def tile_q(self, groups: int) -> int:
         """Query rows per tile."""
-        return max(1, self.block_m // groups)
+        return max(1, self.block_m // groups) if self.packed else self.block_m
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,12 +80,27 @@ class Plan:
         bands: ``[num_bands, ROW]`` int32, `BAND_COLUMNS`.
         items: ``[num_items, ROW]`` int32, `ITEM_COLUMNS`.
         reductions: ``[num_tiles, ROW]`` int32, `REDUCTION_COLUMNS`; None if no tile is split.
+        queue: ``[2]`` int32 zeros, counters of a `queued` kernel, which leaves zeros; else None.
+            Launches that overlap on different streams need plans of their own.
+        bounded_below: whether some row's keys start after its band's first.
+        head_major: whether all items of a head come before the next head's: for keys beyond L2.
     """
 
     config: TileConfig
     bands: Tensor
     items: Tensor
     reductions: Tensor | None
+    queue: Tensor | None = None
+    bounded_below: bool = True
+    head_major: bool = True
+
+
+def _queue(config: TileConfig, device: torch.device) -> Tensor | None:
+    return torch.zeros(2, dtype=torch.int32, device=device) if config.queued else None
+
+
+L2_BYTES = 32 << 20
+"""Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -182,6 +203,8 @@ def split_budget(config: TileConfig, num_tiles: int, head_blocks: int, *, is_dec
     Few tiles get one wave of programs; decode with many tiles gets several, so that the last wave
     is a small part of the whole. Prefill tiles are split only while they leave programs idle.
     """
+    if config.queued:
+        return 0
     slots = config.programs // head_blocks
     if 2 * num_tiles <= slots:
         return slots
@@ -286,6 +309,7 @@ def plan_slices(
             plan.bands.to(device),
             plan.items.to(device),
             None if plan.reductions is None else plan.reductions.to(device),
+            _queue(config, device),
         )
     plan = slices.cache[key]
     assert isinstance(plan, Plan)
@@ -395,6 +419,7 @@ class PagedPlanner:
         num_decode_tokens: int,
         max_decode_q_len: int,
         causal: bool | Tensor = True,
+        max_seqlen_k: int | None = None,
     ) -> PagedPlan:
         """Plan one batch, on the device, without a synchronisation.
 
@@ -407,6 +432,7 @@ class PagedPlanner:
             num_decode_tokens: rows of those; used only where other sequences follow.
             max_decode_q_len: see above.
             causal: bottom-right aligned; a bool, or a tensor ``[num_seqs]`` of them.
+            max_seqlen_k: about the most keys of a sequence, where the host knows; orders work only.
 
         Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
         """
@@ -420,6 +446,10 @@ class PagedPlanner:
         fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
         out = self.buffers() if only_decodes and fits else None
         table = _table(list(bands.unbind(1)), out.bands if out else None)
+
+        problem = self.problem
+        key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+        kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
 
         def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Plan:
             config = self.config(regime, max_q_len)
@@ -443,7 +473,15 @@ class PagedPlanner:
                 budget=budget,
                 out=out,
             )
-            return Plan(config, table, items, reductions)
+            return Plan(
+                config,
+                table,
+                items,
+                reductions,
+                _queue(config, table.device),
+                bounded_below=self.window is not None and self.window[0] is not None,
+                head_major=kv_bytes > L2_BYTES,
+            )
 
         if only_decodes:
             parts = [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]

@@ -312,7 +312,7 @@ def _tiles(arch: int, regime: Regime, bits: int, dim: int) -> dict[str, int]:
 
 
 @functools.cache
-def _num_sms(device: str) -> int:
+def num_sms(device: str) -> int:
     """Multiprocessors of the current device; where there is none, as many as an H200 has."""
     if device != "cuda":
         return 132
@@ -332,20 +332,21 @@ def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> Ti
     if regime == "decode":
         rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
         entry["block_m"] = min(max(triton.next_power_of_2(rows), 16), 64)
-    return TileConfig(programs=per_sm * _num_sms(problem.device), **entry)
+    return TileConfig(programs=per_sm * num_sms(problem.device), programs_per_sm=per_sm, **entry)
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def run(call: AttentionCall) -> None:
     """Launch `call`: one kernel per part, and a reduction where the part's keys are split."""
     for plan in call.parts:
-        _run_part(call, plan)
+        run_part(call, plan)
 
 
-def _run_part(call: AttentionCall, plan: Plan) -> None:
+def run_part(call: AttentionCall, plan: Plan) -> None:
+    """Launch one part of `call`."""
     config = plan.config
     q, k, v = call.q, call.k, call.v
     num_q_heads, head_dim = q.shape[1:]

@@ -78,7 +78,7 @@ def compile_only(arch: int) -> list[dict[str, Any]]:
     to."""
     compiled: list[dict[str, Any]] = []
     driver.set_active(FakeDriver(arch))
-    triton_attention._num_sms = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
+    triton_attention.num_sms = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
     run = JITFunction.run
 
     def compile_and_stop(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def slices_case(arch: int, dtype: torch.dtype, heads: tuple[int, int], head_dim:
     q = torch.empty(total, heads[0], head_dim, dtype=dtype)
     k = torch.empty(total, heads[1], head_dim, dtype=dtype)
     problem = AttentionProblem("cuda", dtype, dtype, *heads, head_dim, head_dim, arch)
-    config = triton_attention.tile_config(problem, "prefill", total)
+    config = triton_attention.tile_config(problem, "slices", total)
     slices = AttentionSlices([(0, total)], [(0, total)], [1])
     plan = plan_slices(slices, total, config, problem, torch.device("cpu"))
     out, lse = torch.empty_like(q), torch.empty(total, heads[0])

@@ -1,0 +1,744 @@
+"""Prefill on Hopper in Gluon: a TMA producer warp and one to three consumer warp-groups of 64 rows.
+
+A program walks work units, each an item for one query head,
+which an atomic queue hands out: programs
+stay in step, so that keys and values larger than L2 are read from memory about once. The producer
+brings q and, by separate rings,
+K and V blocks (one 2-D TMA box per page). A consumer keeps QK of the
+next block in flight during the softmax and PV of the last; its running maximum follows lazily (only
+growth beyond 2^8 rescales the accumulator), which is exact after normalisation.
+
+V rows that no row of the tile may read (past the sequence's end, left of a window) are zeroed in
+shared memory before use: probabilities there are 0, but what is stored may be NaN.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.plan import ROW, Plan
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LAZY_GROWTH = 8
+"""A row's reference maximum moves only when it has grown by 2^8; fp32 sums bear that easily."""
+
+# Triton 3.8 renamed it.
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def _rescale_asm(registers: int) -> tuple[str, str]:
+    """PTX for ``acc *= decay`` over a thread's accumulator, skipped by a warp whose decays are
+    all 1.
+    """
+    first, second = f"${2 * registers}", f"${2 * registers + 2}"
+    lines = [
+        "{ .reg .pred p;",
+        f"setp.neu.f32 p, {first}, 0f3F800000;",
+        f"setp.neu.or.f32 p, {second}, 0f3F800000, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra SKIP;",
+    ]
+    lines += [f"mul.ftz.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(registers)]
+    tied = [str(i) for i in range(registers)]
+    constraints = ["=f"] * registers + tied + ["f"] * registers
+    return "\n".join([*lines, "SKIP: }"]), ",".join(constraints)
+
+
+_RESCALE_ASM = gl.constexpr({d: _rescale_asm(d // 2)[0] for d in (64, 128)})
+_RESCALE_CONSTRAINTS = gl.constexpr({d: _rescale_asm(d // 2)[1] for d in (64, 128)})
+# Named barriers for turns; Triton numbers its own from 0.
+_TURN_ASM = gl.constexpr(
+    [f"bar.{op} {10 + i}, 256; mov.b32 $0, $1;" for i in range(3) for op in ("arrive", "sync")]
+)
+
+
+@gluon.jit
+def _band(bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE: gl.constexpr,
+    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """A band cut to its item, and its blocks: visited ``[begin, end)``, needing no mask
+    ``[full_begin, full_end)``.
+    """
+    band_ptr = bands_ptr + band * COLUMNS
+    k_begin = gl.maximum(gl.load(band_ptr), item_k_begin)
+    k_end = gl.minimum(gl.load(band_ptr + 1), item_k_end)
+    lo = gl.load(band_ptr + 2)
+    hi = gl.load(band_ptr + 3)
+    seq = gl.load(band_ptr + 4)
+    base = k_begin if PAGE == 0 else 0
+    last = q_begin + q_len - 1
+    seen_begin = gl.maximum(k_begin, q_begin + lo)
+    seen_end = gl.minimum(k_end, last + hi + 1)
+    block_begin = (seen_begin - base) // BLOCK_N
+    block_end = (gl.maximum(seen_end, seen_begin) - base + BLOCK_N - 1) // BLOCK_N
+    block_end = gl.where(seen_end > seen_begin, block_end, block_begin)
+    full_begin = (gl.maximum(k_begin, last + lo) - base + BLOCK_N - 1) // BLOCK_N
+    full_begin = gl.maximum(full_begin, block_begin)
+    full_end = gl.maximum(gl.minimum(k_end, q_begin + hi + 1) - base, 0) // BLOCK_N
+    full_end = gl.minimum(full_end, block_end)
+    return (
+        base,
+        k_begin,
+        k_end,
+        lo,
+        hi,
+        seq,
+        seen_begin,
+        seen_end,
+        block_begin,
+        block_end,
+        full_begin,
+        full_end,
+    )
+
+
+@gluon.jit
+def _page_ids(pages_ptr, block, last_page, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Pages of a key block, all loads issued before any is used."""
+    COUNT: gl.constexpr = 1 if PAGE == 0 or PAGE > BLOCK_N else BLOCK_N // PAGE
+    ids = ()
+    for i in gl.static_range(COUNT):
+        if PAGE == 0:
+            ids = ids + (block,)
+        elif PAGE > BLOCK_N:
+            ids = ids + (gl.load(pages_ptr + gl.minimum(block * BLOCK_N // PAGE, last_page)),)
+        else:
+            ids = ids + (gl.load(pages_ptr + gl.minimum(block * COUNT + i, last_page)),)
+    return ids
+
+
+@gluon.jit
+def _load_block(desc, smem, bar, ids, block, base, kv_head, page_rows, head_rows,
+                PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_COLUMNS: gl.constexpr):  # fmt: skip
+    """One key block by TMA: one box, or one per page."""
+    column = kv_head * HEAD_COLUMNS
+    if PAGE == 0:
+        mbarrier.expect(bar, desc.block_type.nbytes)
+        _tma_load(desc, [base + block * BLOCK_N, column], bar, smem)
+    elif PAGE > BLOCK_N:
+        mbarrier.expect(bar, desc.block_type.nbytes)
+        row = ids[0] * page_rows + kv_head * head_rows + block * BLOCK_N % PAGE
+        _tma_load(desc, [row, column], bar, smem)
+    else:
+        COUNT: gl.constexpr = BLOCK_N // PAGE
+        mbarrier.expect(bar, desc.block_type.nbytes * COUNT)
+        for i in gl.static_range(COUNT):
+            row = ids[i] * page_rows + kv_head * head_rows
+            _tma_load(desc, [row, column], bar, smem.slice(i * PAGE, PAGE, dim=0))
+
+
+@gluon.jit
+def _unit(unit, num_items, num_q_heads, HEAD_MAJOR: gl.constexpr):
+    """Item and query head of a work unit."""
+    if HEAD_MAJOR:
+        item = unit % num_items
+        head = unit // num_items
+    else:
+        item = unit // num_q_heads
+        head = unit % num_q_heads
+    return item, head
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty,
+              queue_ptr, items_ptr, bands_ptr, page_table_ptr, num_items, num_q_heads,
+              stride_pages, page_rows, head_rows,
+              D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+              STAGES: gl.constexpr, PAGE: gl.constexpr,
+              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, HEAD_MAJOR: gl.constexpr,
+              Q_STAGES: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_units = num_items * num_q_heads
+    fetched = 0
+    handed = 0
+    unit = gl.program_id(0)
+    while unit < num_units:
+        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        item_ptr = items_ptr + item * COLUMNS
+        q_begin = gl.load(item_ptr)
+        q_len = gl.load(item_ptr + 1)
+        for _ in range(gl.minimum(q_len, 1)):
+            band_begin = gl.load(item_ptr + 2)
+            band_end = gl.load(item_ptr + 3)
+            item_k_begin = gl.load(item_ptr + 4)
+            item_k_end = gl.load(item_ptr + 5)
+            kv_head = head // GROUPS
+            slot = handed % Q_STAGES
+            mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
+            unit_smem.index(slot).store(gl.full([32], unit, gl.int32, UNIT))  # read behind q_full
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * CONSUMERS)
+            for w in gl.static_range(CONSUMERS):
+                _tma_load(
+                    q_desc,
+                    [q_begin + w * 64, head * D],
+                    q_full.index(slot),
+                    q_smem.index(slot * CONSUMERS + w),
+                )
+            handed += 1
+            for band in range(band_begin, band_end):
+                (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
+                 full_begin, full_end) = _band(
+                    bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
+                    COLUMNS)  # fmt: skip
+                pages_ptr = page_table_ptr + seq.to(gl.int64) * stride_pages
+                last_page = gl.maximum(seen_end - 1, 0) // (PAGE if PAGE > 0 else BLOCK_N)
+                following = _page_ids(
+                    pages_ptr, gl.maximum(block_end - 1, 0), last_page, PAGE, BLOCK_N
+                )
+                for j in range(block_end - block_begin):
+                    block = block_end - 1 - j
+                    ids = following
+                    stage = fetched % STAGES
+                    phase = (fetched // STAGES) & 1
+                    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                    _load_block(k_desc, k_smem.index(stage), k_full.index(stage), ids, block,
+                        base, kv_head,
+                                page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
+                    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                    _load_block(v_desc, v_smem.index(stage), v_full.index(stage), ids, block,
+                        base, kv_head,
+                                page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
+                    following = _page_ids(
+                        pages_ptr, gl.maximum(block - 1, block_begin), last_page, PAGE, BLOCK_N
+                    )
+                    fetched += 1
+        unit = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)  # hidden behind blocks in flight
+    slot = handed % Q_STAGES
+    mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
+    unit_smem.index(slot).store(gl.full([32], num_units, gl.int32, UNIT))  # the end
+    mbarrier.arrive(q_full.index(slot), count=1)
+    if (
+        gl.atomic_add(queue_ptr + 1, 1) == gl.num_programs(0) - 1
+    ):  # the last program readies the next launch
+        gl.store(queue_ptr, 0)
+        gl.store(queue_ptr + 1, 0)
+
+
+@gluon.jit
+def _to_operand(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 probabilities as 16-bit operand, two per instruction (a plain cast takes 1.5 per
+    element).
+    """
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True,
+            pack=2)  # fmt: skip
+    else:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True,
+            pack=2)  # fmt: skip
+    return gl.convert_layout(x, LAYOUT)
+
+
+@gluon.jit
+def _lane_sum(p, BLOCK_N: gl.constexpr):
+    """``[64, BLOCK_N]`` to ``[64, 4]``: each thread its own registers; lanes are added once per
+    item.
+    """
+    return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _rescale(acc, decay, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """``acc *= decay`` behind one warp-uniform branch: with the lazy maximum, decay is nearly
+    always 1.
+    """
+    column = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT)), 1)
+    ASM: gl.constexpr = _RESCALE_ASM[D]
+    CONSTRAINTS: gl.constexpr = _RESCALE_CONSTRAINTS[D]
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [acc, column.broadcast_to([64, D])], dtype=gl.float32, is_pure=True,
+        pack=D // 2)  # fmt: skip
+
+
+@gluon.jit
+def _turn(x, ID: gl.constexpr, SYNC: gl.constexpr):
+    """Named barrier of two warp-groups: SYNC waits for the turn, else passes it on."""
+    ASM: gl.constexpr = _TURN_ASM[ID * 2 + (1 if SYNC else 0)]
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _softmax(s, m, total, logit_scale, softcap, first_key, row, column, k_begin, k_end, lo, hi,
+             MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
+             BLOCK_N: gl.constexpr):  # fmt: skip
+    """One block of the online softmax in base 2; `logit_scale` is scale / softcap with a cap."""
+    if SOFTCAP:
+        e = gl.exp2(s * (logit_scale * 2.8853900817779268))
+        s = softcap * (1.0 - 2.0 / (e + 1.0)) * LOG2E
+    if MASKED:
+        last = gl.minimum(row + hi, k_end - 1) - first_key
+        s = gl.where(gl.expand_dims(column, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
+        if BELOW:
+            first = gl.maximum(row + lo, k_begin) - first_key
+            s = gl.where(gl.expand_dims(column, 0) >= gl.expand_dims(first, 1), s, float("-inf"))
+    if SOFTCAP:
+        m_new = gl.maximum(m, gl.max(s, axis=1))
+    else:
+        m_new = gl.maximum(m, gl.max(s, axis=1) * logit_scale)
+    if LAZY > 0:
+        m_new = gl.where(m_new - m > LAZY, m_new, m)
+    shift = m_new
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    if SOFTCAP:
+        p = gl.exp2(s - gl.expand_dims(shift, 1))
+    else:
+        p = gl.exp2(s * logit_scale - gl.expand_dims(shift, 1))
+    decay = gl.exp2(m - shift)
+    LANES: gl.constexpr = total.type.layout
+    sums = gl.convert_layout(_lane_sum(p, BLOCK_N), LANES)
+    total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, LANES)), 1) + sums
+    return p, m_new, total, decay
+
+
+@gluon.jit
+def _clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of a V block outside ``[begin, end)``, if there are any.
+
+    Every warp-group does so for itself: all write the same bytes, so none waits for another.
+    """
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    dirty = (first_key < begin) | (first_key + BLOCK_N > end)
+    for _ in range(dirty.to(gl.int32)):
+        for i in gl.static_range(BLOCK_N // 16):  # a few registers at a time
+            key = first_key + i * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, ROWS))
+            clean = gl.expand_dims((key >= begin) & (key < end), 1)
+            rows = v_block.slice(i * 16, 16, dim=0)
+            v = rows.load(ROWS)
+            rows.store(gl.where(clean, v, gl.zeros_like(v)))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _step(acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
+    row, column,
+          k_begin, k_end, lo, hi, seen_begin, logit_scale, softcap,
+          MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+          TURNS: gl.constexpr, ACC: gl.constexpr,
+          P: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+          LAZY: gl.constexpr,
+          WARP_GROUP: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+    """QK of block `taken` and PV of the one before it (one block higher), issued together;
+    softmax under PV.
+    """
+    operand = _to_operand(p, dtype, P)
+    k_stage = taken % STAGES
+    v_stage = (taken - 1) % STAGES
+    mbarrier.wait(k_full.index(k_stage), (taken // STAGES) & 1)
+    if TURNS:
+        _turn(taken, WARP_GROUP, True)
+    s = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), p, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), ((taken - 1) // STAGES) & 1)
+    _clean_values(v_smem.index(v_stage), first_key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
+    acc_next = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
+    if TURNS:
+        _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    p, m, total, decay = _softmax(s, m, total, logit_scale, softcap, first_key, row, column,
+        k_begin, k_end, lo, hi,
+                                  MASKED, BELOW, SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
+    acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = _rescale(acc, decay, D, ACC)
+    return acc, m, total, p
+
+
+@gluon.jit
+def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+              out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+              num_q_heads,
+              stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale, softcap,
+              D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+              BELOW: gl.constexpr, HAS_SINK: gl.constexpr, SOFTCAP: gl.constexpr,
+              MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr,
+              Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, HEAD_MAJOR: gl.constexpr,
+              Q_STAGES: gl.constexpr,
+              COLUMNS: gl.constexpr, CONSUMERS: gl.constexpr,
+              WARP_GROUP: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = q_smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 64, layout=ROWS)
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
+    num_units = num_items * num_q_heads
+    taken = 0
+    handed = 0
+    if TURNS and WARP_GROUP == CONSUMERS - 1:
+        _turn(handed, 0, False)  # the first turn is the first warp-group's
+    mbarrier.wait(q_full.index(0), 0)
+    unit = gl.max(unit_smem.index(0).load(UNIT), axis=0)
+    while unit < num_units:
+        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        item_ptr = items_ptr + item * COLUMNS
+        q_begin = gl.load(item_ptr)
+        q_len = gl.load(item_ptr + 1)
+        band_begin = gl.load(item_ptr + 2)
+        band_end = gl.load(item_ptr + 3)
+        item_k_begin = gl.load(item_ptr + 4)
+        item_k_end = gl.load(item_ptr + 5)
+        row = q_begin + WARP_GROUP * 64 + lane
+        m = gl.full([64], float("-inf"), gl.float32, ROWS)
+        acc = gl.zeros([64, D], gl.float32, ACC)
+        total = _lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
+        slot = handed % Q_STAGES
+        if Q_IN_REGISTERS:
+            q = q_smem.index(slot * CONSUMERS + WARP_GROUP).load(Q)
+            mbarrier.arrive(q_empty.index(slot), count=1)
+        else:
+            q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
+        for band in range(band_begin, band_end):
+            (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
+             full_begin, full_end) = _band(
+                bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
+                COLUMNS)  # fmt: skip
+            if block_end > block_begin:
+                # The first block: QK only.
+                p = gl.zeros([64, BLOCK_N], gl.float32, S)
+                stage = taken % STAGES
+                mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
+                if TURNS:
+                    _turn(taken, WARP_GROUP, True)
+                s = warpgroup_mma(
+                    q, k_smem.index(stage).permute((1, 0)), p, use_acc=False, is_async=True
+                )
+                if TURNS:
+                    _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
+                s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                block = block_end - 1
+                p, m, total, decay = _softmax(s, m, total, logit_scale, softcap,
+                    base + block * BLOCK_N, row, column,
+                                              k_begin, k_end, lo, hi, True, BELOW, SOFTCAP, LAZY,
+                                              BLOCK_N)  # fmt: skip
+                acc = _rescale(acc, decay, D, ACC)
+                taken += 1
+                block -= 1
+                # Masked blocks above the full ones, the full ones, masked blocks below.
+                for _above in range(gl.maximum(block - gl.maximum(full_end, block_begin) + 1, 0)):
+                    acc, m, total, p = _step(
+                        acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                        taken,
+                        base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
+                        logit_scale, softcap, True, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype,
+                        D, BLOCK_N, LAZY,
+                        WARP_GROUP, CONSUMERS)  # fmt: skip
+                    taken += 1
+                    block -= 1
+                for _full in range(gl.maximum(block - gl.maximum(full_begin, block_begin) + 1, 0)):
+                    acc, m, total, p = _step(
+                        acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                        taken,
+                        base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
+                        logit_scale, softcap, False, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype,
+                        D, BLOCK_N, LAZY,
+                        WARP_GROUP, CONSUMERS)  # fmt: skip
+                    taken += 1
+                    block -= 1
+                if BELOW:
+                    for _below in range(gl.maximum(block - block_begin + 1, 0)):
+                        acc, m, total, p = _step(
+                            acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            taken,
+                            base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
+                            logit_scale, softcap, True, BELOW, SOFTCAP, STAGES, TURNS, ACC, P,
+                            dtype, D, BLOCK_N, LAZY,
+                            WARP_GROUP, CONSUMERS)  # fmt: skip
+                        taken += 1
+                        block -= 1
+                # The last block: PV only.
+                operand = _to_operand(p, dtype, P)
+                stage = (taken - 1) % STAGES
+                mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
+                _clean_values(
+                    v_smem.index(stage), base + block_begin * BLOCK_N, seen_begin, k_end, BLOCK_N, D
+                )
+                acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
+                acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+        if not Q_IN_REGISTERS:
+            mbarrier.arrive(q_empty.index(slot), count=1)
+        handed += 1
+
+        # Finish: max-logit, sink, lse, normalisation.
+        total_row = gl.convert_layout(gl.sum(total, axis=1), ROWS)
+        valid = WARP_GROUP * 64 + lane < q_len
+        if MAX_LOGITS:
+            top = gl.max(gl.where(valid, m, float("-inf")), axis=0)
+            gl.atomic_max(max_logits_ptr + head, top * LN2)
+        m_safe = gl.where(m == float("-inf"), 0.0, m)
+        token = row.to(gl.int64)
+        if HAS_SINK:
+            sink = gl.load(sink_ptr + token * stride_sink_t + head, mask=valid, other=0.0) * LOG2E
+            highest = gl.maximum(m, sink)
+            highest = gl.where(highest == float("-inf"), 0.0, highest)
+            weight = gl.where(m == float("-inf"), 0.0, gl.exp2(m_safe - highest))
+            with_sink = total_row * weight + gl.exp2(sink - highest)
+            scale = gl.where(with_sink > 0, weight / with_sink, 0.0)
+            lse = gl.where(with_sink > 0, (highest + gl.log2(with_sink)) * LN2, float("-inf"))
+        else:
+            scale = gl.where(total_row > 0, 1.0 / total_row, 0.0)
+            lse = gl.where(total_row > 0, (m_safe + gl.log2(total_row)) * LN2, float("-inf"))
+        gl.store(lse_ptr + token * stride_lse_t + head, lse, mask=valid)
+        out = (acc * gl.expand_dims(gl.convert_layout(scale, OUT_ROWS), 1)).to(dtype)
+        # Through shared memory, so that each thread stores whole 16-byte pieces of a row.
+        store_row = WARP_GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        store_column = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))
+        out_row = out_ptr + (q_begin + store_row).to(gl.int64) * stride_o_t + head * stride_o_h
+        out_at = gl.expand_dims(out_row, 1) + gl.expand_dims(store_column, 0)
+        gl.store(out_at, gl.convert_layout(out, STORE), mask=gl.expand_dims(store_row < q_len, 1))
+        mbarrier.wait(q_full.index(handed % Q_STAGES), (handed // Q_STAGES) & 1)
+        unit = gl.max(unit_smem.index(handed % Q_STAGES).load(UNIT), axis=0)
+
+
+@gluon.jit(do_not_specialize=["num_items", "stride_pages", "page_rows", "head_rows"])
+def _hopper_prefill_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, queue_ptr, items_ptr,
+    bands_ptr, page_table_ptr,
+    num_items, num_q_heads, stride_pages, page_rows, head_rows, stride_o_t, stride_o_h,
+    stride_lse_t, stride_sink_t,
+    logit_scale, softcap,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PAGE: gl.constexpr,
+    GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
+    HEAD_MAJOR: gl.constexpr, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 64, D], SWIZZLED)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
+    unit_smem = gl.allocate_shared_memory(
+        gl.int32, [Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    # Written out: arguments kept in a tuple would no longer be constants.
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+            (_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
+                num_items,
+                num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
+                PAGE,
+                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 1)),
+            (_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
+                num_items,
+                num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
+                PAGE,
+                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 1)),
+            (_consumer, (
+                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
+                softcap,
+                D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
+                Q_IN_REGISTERS, LAZY,
+                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 2)),
+            (_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
+                num_items,
+                num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
+                PAGE,
+                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _registers(consumers: int, programs_per_sm: int, boxes: int) -> tuple[int, int, int]:
+    """Registers of a consumer thread, of a producer thread, and per thread at launch.
+
+    Triton gives every warp the launch count,
+    then moves registers between warp-groups: what consumers
+    gain, the producer's group must hold. A producer that tracks many pages needs more.
+    """
+    many = boxes > 2
+    if consumers == 2:
+        return (232, 40, 168) if many else (240, 24, 168)
+    if consumers == 3:
+        return 160, 32, 128
+    if programs_per_sm == 3:
+        return 136, 24, 80
+    return (216, 40, 128) if many else (232, 24, 128)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, [rows, columns], [stride, 1], box, layout)
+
+
+def run_part(call: AttentionCall, plan: Plan) -> None:
+    """Launch one part of `call`: prefill items, tiles of whole warp-groups, keys not split."""
+    config = plan.config
+    q, k, v = call.q, call.k, call.v
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[-2]
+    consumers = config.block_m // 64
+    block_n = config.block_n
+    page_size = k.shape[1] if call.page_table is not None else 0
+    head_stride = k.stride(-2) if num_kv_heads > 1 else 0
+    if page_size:
+        page_stride, row_stride = k.stride(0), k.stride(1)
+        heads_outside = head_stride > row_stride
+        page_rows = page_stride // row_stride
+        head_rows = head_stride // row_stride if heads_outside else 0
+        head_columns = 0 if heads_outside else head_stride
+        rows = (k.shape[0] - 1) * page_rows + (num_kv_heads - 1) * head_rows + page_size
+        box = min(page_size, block_n)
+    else:
+        row_stride, page_rows, head_rows, head_columns = k.stride(0), 0, 0, head_stride
+        rows, box = k.shape[0], block_n
+    columns = (num_kv_heads - 1) * head_columns + head_dim
+    q_columns = (num_q_heads - 1) * q.stride(1) + head_dim
+    consumer_registers, producer_registers, launch_registers = _registers(
+        consumers, config.programs_per_sm, block_n // box
+    )
+    sink = call.sink
+    num_items = plan.items.shape[0]
+    assert plan.queue is not None and q.stride(1) == head_dim
+    _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
+        _descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
+        _descriptor(k, rows, columns, row_stride, [box, head_dim]),
+        _descriptor(v, rows, columns, row_stride, [box, head_dim]),
+        call.out,
+        call.lse,
+        call.lse if call.max_logits is None else call.max_logits,
+        call.lse if sink is None else sink,
+        plan.queue,
+        plan.items,
+        plan.bands,
+        plan.items if call.page_table is None else call.page_table,
+        num_items,
+        num_q_heads,
+        0 if call.page_table is None else call.page_table.stride(0),
+        page_rows,
+        head_rows,
+        *call.out.stride()[:2],
+        call.lse.stride(0),
+        sink.stride(0) if sink is not None and sink.ndim == 2 else 0,
+        call.softmax_scale / call.softcap
+        if call.softcap > 0
+        else call.softmax_scale * 1.4426950408889634,
+        call.softcap,
+        D=head_dim,
+        BLOCK_N=block_n,
+        STAGES=config.num_stages,
+        CONSUMERS=consumers,
+        PAGE=page_size,
+        GROUPS=num_q_heads // num_kv_heads,
+        HEAD_COLUMNS=head_columns,
+        BELOW=plan.bounded_below,
+        HAS_SINK=sink is not None,
+        SOFTCAP=call.softcap > 0,
+        MAX_LOGITS=call.max_logits is not None,
+        TURNS=consumers == 3,
+        Q_IN_REGISTERS=head_dim == 128 and consumers == 2 and not plan.bounded_below,
+        LAZY=0 if call.max_logits is not None else LAZY_GROWTH,
+        HEAD_MAJOR=plan.head_major,
+        Q_STAGES=2 if consumers == 1 else 1,
+        COLUMNS=ROW,
+        CONSUMER_REGISTERS=consumer_registers,
+        PRODUCER_REGISTERS=producer_registers,
+        num_warps=4,
+        maxnreg=launch_registers,
+    )
