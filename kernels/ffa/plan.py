@@ -250,8 +250,8 @@ def paged_bands(
     end = torch.nn.functional.pad(begin[1:], (0, 1), value=num_tokens)
     keys = torch.nn.functional.pad(seqlens_k.long(), (0, 1))
     offset = keys - end
-    lo = torch.full_like(keys, -UNBOUNDED) if left is None else offset - left
-    hi = torch.full_like(keys, UNBOUNDED) if right is None else offset + right
+    lo = torch.full_like(keys, -UNBOUNDED) if left is None else offset - min(left, UNBOUNDED)
+    hi = torch.full_like(keys, UNBOUNDED) if right is None else offset + min(right, UNBOUNDED)
     if isinstance(causal, Tensor):
         is_causal = torch.nn.functional.pad(causal.bool(), (0, 1))
         hi = torch.where(is_causal, torch.minimum(hi, offset), hi)

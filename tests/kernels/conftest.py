@@ -17,7 +17,7 @@ if triton_interprets():
 
     fix_interpreter()
     # As if on a chip with few multiprocessors: keys are split all the same, into few programs.
-    triton_attention._num_sms = lambda device: 8
+    triton_attention._num_sms = lambda device: 3
 
 on_cpu = pytest.param(
     ON_CPU,
