@@ -33,8 +33,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 LAZY_GROWTH = 8
 """A row's reference maximum moves only when it has grown by 2^8; fp32 sums bear that easily."""
 
-# Triton 3.8 renamed it.
+# Names that changed after Triton 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 def _rescale_asm(registers: int) -> tuple[str, str]:
@@ -320,7 +321,7 @@ def _clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.c
             v = rows.load(ROWS)
             rows.store(gl.where(clean, v, gl.zeros_like(v)))
         fence_async_shared()
-        gl.thread_barrier()
+        _thread_barrier()
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from magi_serve.kernels.ffa import triton_attention
+from magi_serve.kernels.ffa import hopper, triton_attention
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import PagedPlanner, plan_slices
 from magi_serve.kernels.paged.triton_store import write_kv_triton
@@ -97,6 +98,7 @@ def paged_case(
     head_dim: int,
     page_size: int,
     *,
+    kernel: str = "triton",
     decode: bool,
     sink: bool = False,
     window: tuple[int, int] | None = None,
@@ -128,7 +130,7 @@ def paged_case(
         max_decode_q_len=1,
     )
     q = torch.empty(num_seqs * q_len, num_q_heads, head_dim, dtype=dtype)
-    triton_attention.run(
+    {"hopper": hopper, "triton": triton_attention}[kernel].run(
         AttentionCall(
             q,
             pages[..., :head_dim],
@@ -205,6 +207,21 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
                 decode=decode,
                 max_logits=True,
             )
+    if arch == 90:
+        hop = partial(paged, kernel="hopper", decode=False)
+        yield hop("hopper bf16 d128 page 16", bf16, (32, 8), 128, 16)
+        yield hop("hopper bf16 d64 page 16 sink", bf16, (64, 8), 64, 16, sink=True)
+        yield hop(
+            "hopper bf16 d64 page 16 sink window", bf16, (64, 8), 64, 16, sink=True, window=(127, 0)
+        )
+        if everything:
+            yield hop("hopper fp16 d128 page 128", fp16, (32, 8), 128, 128)
+            yield hop("hopper bf16 d128 window", bf16, (32, 8), 128, 16, window=(4095, 0))
+            yield hop("hopper bf16 d128 page 256", bf16, (32, 8), 128, 256)
+            yield hop(
+                "hopper bf16 d128 softcap max-logits", bf16, (32, 8), 128, 64, softcap=30.0,
+                max_logits=True,
+            )  # fmt: skip
     yield "slices bf16 d128", lambda: slices_case(arch, bf16, (32, 8), 128)
     if everything:
         yield "slices bf16 d64", lambda: slices_case(arch, bf16, (64, 8), 64)
