@@ -144,6 +144,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                     num_decode_tokens=num_decode_tokens,
                     max_decode_q_len=self.reorder_batch_threshold,
                     causal=batch.causal,
+                    max_seqlen_k=batch.max_seq_len,
                 )
             return plans[variant]
 
