@@ -118,7 +118,7 @@ def paged_case(
         max_seqs=8,
         device=torch.device("cpu"),
         window=window,
-        kernel="triton",
+        kernel=kernel,
     )
     cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
     plan = planner.plan(
