@@ -142,10 +142,10 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(place: Place) -> None:
 
 
 @paths
-def test_the_same_call_gives_the_same_bits(place: Place, path: str) -> None:
-    batch = batch_on(place, path)
-    first = attend_on(place, path, batch)
-    assert_bit_equal(first, attend_on(place, path, batch))
+def test_the_same_call_gives_the_same_bits(any_place: Place, path: str) -> None:
+    batch = batch_on(any_place, path)
+    first = attend_on(any_place, path, batch)
+    assert_bit_equal(first, attend_on(any_place, path, batch))
 
 
 # Sinks
@@ -154,53 +154,53 @@ def test_the_same_call_gives_the_same_bits(place: Place, path: str) -> None:
 @paths
 @pytest.mark.parametrize("value", [-math.inf, -1e30])
 def test_a_sink_of_no_weight_equals_no_sink_bit_for_bit(
-    place: Place, path: str, value: float
+    any_place: Place, path: str, value: float
 ) -> None:
-    batch = batch_on(place, path)
-    plain = attend_on(place, path, batch)
+    batch = batch_on(any_place, path)
+    plain = attend_on(any_place, path, batch)
     for shape in ((8,), (batch.num_tokens, 2, 8)):
-        sink = SinkSpec(poisoned(shape, torch.float32, place.device, value))
-        assert_bit_equal(attend_on(place, path, batch, sink=sink), plain)
+        sink = SinkSpec(poisoned(shape, torch.float32, any_place.device, value))
+        assert_bit_equal(attend_on(any_place, path, batch, sink=sink), plain)
 
 
 @paths
-def test_a_huge_sink_takes_all_the_weight(place: Place, path: str) -> None:
-    batch = batch_on(place, path)
-    result = attend_on(place, path, batch, sink=SinkSpec(torch.full((8,), 100.0)))
+def test_a_huge_sink_takes_all_the_weight(any_place: Place, path: str) -> None:
+    batch = batch_on(any_place, path)
+    result = attend_on(any_place, path, batch, sink=SinkSpec(torch.full((8,), 100.0)))
     assert float(result.out.abs().max()) < 1e-20
     torch.testing.assert_close(result.lse, torch.full_like(result.lse, 100.0))
 
 
 @paths
-def test_the_sink_enters_once_however_keys_are_split(place: Place, path: str) -> None:
+def test_the_sink_enters_once_however_keys_are_split(any_place: Place, path: str) -> None:
     for kind in ("one", "several", "per token"):
-        batch = batch_on(place, path)
-        sink = make_sink(kind, batch.num_tokens, 8, device=place.device)
-        check_paged(batch, kernel=place.kernel, num_decodes=num_decodes(path), sink=sink)
+        batch = batch_on(any_place, path)
+        sink = make_sink(kind, batch.num_tokens, 8, device=any_place.device)
+        check_paged(batch, kernel=any_place.kernel, num_decodes=num_decodes(path), sink=sink)
 
 
-def test_sinks_of_any_dtype_and_stride_give_the_same_bits(place: Place) -> None:
-    batch = batch_on(place, "extend")
-    logits = torch.tensor([0.5, -1.25, 2.0, 0.0, 3.5, -0.75, 1.5, -2.0], device=place.device)
-    wanted = attend_on(place, "extend", batch, sink=SinkSpec(logits))
-    spread = poisoned((8, 3), torch.float16, place.device)
+def test_sinks_of_any_dtype_and_stride_give_the_same_bits(any_place: Place) -> None:
+    batch = batch_on(any_place, "extend")
+    logits = torch.tensor([0.5, -1.25, 2.0, 0.0, 3.5, -0.75, 1.5, -2.0], device=any_place.device)
+    wanted = attend_on(any_place, "extend", batch, sink=SinkSpec(logits))
+    spread = poisoned((8, 3), torch.float16, any_place.device)
     spread[:, 1] = logits
     for other in (logits.bfloat16(), logits.half(), logits.double(), spread[:, 1], logits[None]):
-        assert_bit_equal(attend_on(place, "extend", batch, sink=SinkSpec(other)), wanted)
+        assert_bit_equal(attend_on(any_place, "extend", batch, sink=SinkSpec(other)), wanted)
 
 
 @pytest.mark.parametrize("value", [0.5, 100.0, -1e30])
-def test_rows_without_keys_get_zero_and_the_sink(place: Place, value: float) -> None:
-    options = {"dtype": place.dtype, "device": place.device, "num_q_heads": 8}
+def test_rows_without_keys_get_zero_and_the_sink(any_place: Place, value: float) -> None:
+    options = {"dtype": any_place.dtype, "device": any_place.device, "num_q_heads": 8}
     sink = SinkSpec(torch.full((8,), value))
     for q_lens, k_lens, count in (([2, 5], [0, 3], 0), ([1, 1], [0, 0], 2), ([1, 1], [0, 700], 2)):
         batch = make_paged(q_lens, k_lens, **options)
-        result = check_paged(batch, kernel=place.kernel, num_decodes=count, sink=sink)
+        result = check_paged(batch, kernel=any_place.kernel, num_decodes=count, sink=sink)
         assert bool((result.out[: q_lens[0]] == 0).all())
         torch.testing.assert_close(
-            result.lse[: q_lens[0]], torch.full((q_lens[0], 8), value, device=place.device)
+            result.lse[: q_lens[0]], torch.full((q_lens[0], 8), value, device=any_place.device)
         )
-        plain = check_paged(batch, kernel=place.kernel, num_decodes=count)
+        plain = check_paged(batch, kernel=any_place.kernel, num_decodes=count)
         assert bool((plain.lse[: q_lens[0]] == -math.inf).all())
 
 
@@ -218,55 +218,55 @@ def shuffled(batch: PagedBatch, seed: int) -> PagedBatch:
 
 
 @paths
-def test_permuting_pages_with_their_table_changes_nothing(place: Place, path: str) -> None:
-    batch = batch_on(place, path)
-    wanted = attend_on(place, path, batch)
+def test_permuting_pages_with_their_table_changes_nothing(any_place: Place, path: str) -> None:
+    batch = batch_on(any_place, path)
+    wanted = attend_on(any_place, path, batch)
     for seed in range(3):
-        assert_bit_equal(attend_on(place, path, shuffled(batch, seed)), wanted)
+        assert_bit_equal(attend_on(any_place, path, shuffled(batch, seed)), wanted)
 
 
 @paths
 @pytest.mark.parametrize("poison", [math.nan, 1e4])
 def test_what_lies_past_the_last_key_changes_nothing(
-    place: Place, path: str, poison: float
+    any_place: Place, path: str, poison: float
 ) -> None:
-    clean = batch_on(place, path, poison=0.0, padding_rows=2)
-    wanted = attend_on(place, path, clean)
-    dirty = batch_on(place, path, poison=poison, padding_rows=2)
-    assert_bit_equal(attend_on(place, path, dirty), wanted)
+    clean = batch_on(any_place, path, poison=0.0, padding_rows=2)
+    wanted = attend_on(any_place, path, clean)
+    dirty = batch_on(any_place, path, poison=poison, padding_rows=2)
+    assert_bit_equal(attend_on(any_place, path, dirty), wanted)
     for kv in (replace(dirty.kv, v=clean.kv.v), replace(dirty.kv, k=clean.kv.k)):
-        assert_bit_equal(attend_on(place, path, replace(clean, kv=kv)), wanted)
+        assert_bit_equal(attend_on(any_place, path, replace(clean, kv=kv)), wanted)
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 31, 63, 65, 129])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_poison_in_a_page_tail_never_reaches_the_output(
-    place: Place, num_keys: int, page_size: int
+    any_place: Place, num_keys: int, page_size: int
 ) -> None:
     for q_len in (1, num_keys):
         batch = make_paged(
-            [q_len], [num_keys], page_size=page_size, dtype=place.dtype, device=place.device
+            [q_len], [num_keys], page_size=page_size, dtype=any_place.dtype, device=any_place.device
         )
-        check_paged(batch, kernel=place.kernel, num_decodes=1 if q_len == 1 else 0)
+        check_paged(batch, kernel=any_place.kernel, num_decodes=1 if q_len == 1 else 0)
 
 
 @pytest.mark.parametrize("num_keys", [1000, 1003])
 @pytest.mark.parametrize("q_len", [1, 64])
 def test_pages_wholly_left_of_the_window_may_be_gone(
-    place: Place, num_keys: int, q_len: int
+    any_place: Place, num_keys: int, q_len: int
 ) -> None:
-    batch = make_paged([q_len], [num_keys], dtype=place.dtype, device=place.device)
+    batch = make_paged([q_len], [num_keys], dtype=any_place.dtype, device=any_place.device)
     window = (127, 0)
-    wanted = check_paged(batch, kernel=place.kernel, window=window, num_decodes=q_len == 1)
+    wanted = check_paged(batch, kernel=any_place.kernel, window=window, num_decodes=q_len == 1)
     gone = (num_keys - q_len - 127) // 16
     table = batch.kv.page_table.clone()
     table[0, :gone] = int(table[0, 0])
     batch.kv.k[int(table[0, 0])] = math.nan
     batch.kv.v[int(table[0, 0])] = math.nan
     freed = replace(batch, kv=replace(batch.kv, page_table=table))
-    plan = freed.plan(freed.planner(place.kernel, window), int(q_len == 1))
+    plan = freed.plan(freed.planner(any_place.kernel, window), int(q_len == 1))
     got = paged_attention(
-        freed.q, freed.kv, freed.cu_seqlens_q, window=window, plan=plan, kernel=place.kernel
+        freed.q, freed.kv, freed.cu_seqlens_q, window=window, plan=plan, kernel=any_place.kernel
     )
     assert_bit_equal(got, wanted)
 
@@ -326,32 +326,32 @@ def test_only_the_output_is_written(place: Place) -> None:
     assert bool(around[~inside].isnan().all())
 
 
-def test_padded_batches_leave_zeros_in_every_padded_row(place: Place) -> None:
-    options = {"dtype": place.dtype, "device": place.device, "num_q_heads": 8}
+def test_padded_batches_leave_zeros_in_every_padded_row(any_place: Place) -> None:
+    options = {"dtype": any_place.dtype, "device": any_place.device, "num_q_heads": 8}
     # Padded as a captured graph pads: sequences without keys, of no rows or of one, then no owner.
     for q_lens in ([1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 1, 0, 0, 0, 1, 0]):
         batch = make_paged(q_lens, [40, 7, 90, 0, 0, 0, 0, 0], padding_rows=3, **options)
-        for count in (8, 3, None) if place is not IN_INTERPRETER else (8, 3):
-            result = check_paged(batch, kernel=place.kernel, num_decodes=count)
+        for count in (8, 3, None) if any_place is not IN_INTERPRETER else (8, 3):
+            result = check_paged(batch, kernel=any_place.kernel, num_decodes=count)
             rows = sum(q_lens[:3])
             assert bool((result.out[rows:] == 0).all())
             assert bool((result.lse[rows:] == -math.inf).all())
 
 
-def test_empty_batches_are_fine(place: Place) -> None:
-    options = {"dtype": place.dtype, "device": place.device, "num_q_heads": 8}
+def test_empty_batches_are_fine(any_place: Place) -> None:
+    options = {"dtype": any_place.dtype, "device": any_place.device, "num_q_heads": 8}
     for q_lens, k_lens in (([], []), ([0], [0]), ([0, 0], [5, 40])):
         for padding in (0, 3):
             batch = make_paged(q_lens, k_lens, padding_rows=padding, **options)
             for count in (None, 0, len(q_lens)):
-                check_paged(batch, kernel=place.kernel, num_decodes=count, max_logits=True)
+                check_paged(batch, kernel=any_place.kernel, num_decodes=count, max_logits=True)
     for total_q, total_k in ((0, 0), (0, 9), (9, 0)):
-        q, k, v = make_dense(total_q, total_k, dtype=place.dtype, device=place.device)
+        q, k, v = make_dense(total_q, total_k, dtype=any_place.dtype, device=any_place.device)
         for slices in (
             AttentionSlices([], []),
             AttentionSlices([(0, total_q)], [(0, total_k)], [MaskType.CAUSAL]),
         ):
-            check_slices(q, k, v, slices, kernel=place.kernel, max_logits=True)
+            check_slices(q, k, v, slices, kernel=any_place.kernel, max_logits=True)
 
 
 # Masks
@@ -410,10 +410,10 @@ def test_windows_have_a_left_and_a_right_side(place: Place) -> None:
 
 
 @pytest.mark.parametrize("window", [(2**31, 0), (2**40, 2**40), (2**30, 2**31 - 1)])
-def test_a_huge_window_is_no_window(place: Place, window: tuple[int, int]) -> None:
-    batch = batch_on(place, "extend")
-    wanted = attend_on(place, "extend", batch)
-    assert_bit_equal(attend_on(place, "extend", batch, window=window), wanted)
+def test_a_huge_window_is_no_window(any_place: Place, window: tuple[int, int]) -> None:
+    batch = batch_on(any_place, "extend")
+    wanted = attend_on(any_place, "extend", batch)
+    assert_bit_equal(attend_on(any_place, "extend", batch, window=window), wanted)
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -423,22 +423,24 @@ def test_more_rows_than_keys_leave_the_first_rows_empty(place: Place, decode: bo
     torch.testing.assert_close(got, even(key <= row), atol=1e-6, rtol=1e-5)
 
 
-def test_equal_requests_of_one_key_get_equal_bits(place: Place) -> None:
-    batch = make_paged([1, 1], [1, 1], dtype=place.dtype, device=place.device)
+def test_equal_requests_of_one_key_get_equal_bits(any_place: Place) -> None:
+    batch = make_paged([1, 1], [1, 1], dtype=any_place.dtype, device=any_place.device)
     batch.q[1] = batch.q[0]
     pages = batch.kv.page_table[:, 0].long()
     for pool in (batch.kv.k, batch.kv.v):
         pool[pages[1]] = pool[pages[0]]
-    result = check_paged(batch, kernel=place.kernel, num_decodes=2)
+    result = check_paged(batch, kernel=any_place.kernel, num_decodes=2)
     assert torch.equal(result.out[0], result.out[1])
 
 
-def test_causal_can_differ_by_sequence(place: Place) -> None:
-    batch = make_paged([20, 20], [50, 50], dtype=place.dtype, device=place.device, num_q_heads=8)
-    flags = torch.tensor([True, False], device=place.device)
-    mixed = check_paged(batch, kernel=place.kernel, causal=flags)
-    plain = check_paged(batch, kernel=place.kernel, causal=True)
-    full = check_paged(batch, kernel=place.kernel, causal=False)
+def test_causal_can_differ_by_sequence(any_place: Place) -> None:
+    batch = make_paged(
+        [20, 20], [50, 50], dtype=any_place.dtype, device=any_place.device, num_q_heads=8
+    )
+    flags = torch.tensor([True, False], device=any_place.device)
+    mixed = check_paged(batch, kernel=any_place.kernel, causal=flags)
+    plain = check_paged(batch, kernel=any_place.kernel, causal=True)
+    full = check_paged(batch, kernel=any_place.kernel, causal=False)
     assert torch.equal(mixed.out[:20], plain.out[:20])
     assert torch.equal(mixed.out[20:], full.out[20:])
 
@@ -480,11 +482,11 @@ def test_soft_cap_never_overflows_and_comes_before_the_mask(place: Place) -> Non
     )
 
 
-def test_logits_of_any_size_give_finite_results(place: Place) -> None:
+def test_logits_of_any_size_give_finite_results(any_place: Place) -> None:
     for gain in (1e-6, 30.0, 300.0):
-        batch = batch_on(place, "extend")
+        batch = batch_on(any_place, "extend")
         batch.q.mul_(gain)
-        result = attend_on(place, "extend", batch)
+        result = attend_on(any_place, "extend", batch)
         assert bool(result.out.isfinite().all())
         assert bool(result.lse.isfinite().all())
 
@@ -503,7 +505,7 @@ def test_lse_is_a_natural_logarithm(place: Place) -> None:
 
 @pytest.mark.parametrize("path", [*PATHS, "slices"])
 @pytest.mark.parametrize("option", ["sink", "window", "softcap"])
-def test_every_option_counts_on_every_path(place: Place, path: str, option: str) -> None:
+def test_every_option_counts_on_every_path(any_place: Place, path: str, option: str) -> None:
     if option == "window" and path == "slices":
         pytest.skip("slices are the mask: they take no window")
     value: dict[str, Any] = {
@@ -513,15 +515,15 @@ def test_every_option_counts_on_every_path(place: Place, path: str, option: str)
     }
     chosen = {option: value[option]}
     if path == "slices":
-        q, k, v = make_dense(33, 70, num_q_heads=8, dtype=place.dtype, device=place.device)
+        q, k, v = make_dense(33, 70, num_q_heads=8, dtype=any_place.dtype, device=any_place.device)
         slices = AttentionSlices([(0, 33), (10, 33)], [(0, 20), (30, 70)], [0, 1])
-        plain = check_slices(q, k, v, slices, kernel=place.kernel)
-        changed = check_slices(q, k, v, slices, kernel=place.kernel, **chosen)
+        plain = check_slices(q, k, v, slices, kernel=any_place.kernel)
+        changed = check_slices(q, k, v, slices, kernel=any_place.kernel, **chosen)
     else:
-        batch = batch_on(place, path)
+        batch = batch_on(any_place, path)
         count = num_decodes(path)
-        plain = check_paged(batch, kernel=place.kernel, num_decodes=count)
-        changed = check_paged(batch, kernel=place.kernel, num_decodes=count, **chosen)
+        plain = check_paged(batch, kernel=any_place.kernel, num_decodes=count)
+        changed = check_paged(batch, kernel=any_place.kernel, num_decodes=count, **chosen)
     change = (changed.out - plain.out).float().norm() / plain.out.float().norm()
     assert float(change) > 0.05
 
@@ -529,35 +531,42 @@ def test_every_option_counts_on_every_path(place: Place, path: str, option: str)
 # Plans and graphs
 
 
-def test_one_plan_serves_many_layers(place: Place) -> None:
+def test_one_plan_serves_many_layers(any_place: Place) -> None:
     q_lens, k_lens, _ = PATHS["extend"]
-    batch = batch_on(place, "extend")
-    plan = batch.plan(batch.planner(place.kernel), 0)
+    batch = batch_on(any_place, "extend")
+    plan = batch.plan(batch.planner(any_place.kernel), 0)
     for layer in range(2):
         other = make_paged(
-            q_lens, k_lens, num_q_heads=8, dtype=place.dtype, device=place.device, seed=layer
+            q_lens,
+            k_lens,
+            num_q_heads=8,
+            dtype=any_place.dtype,
+            device=any_place.device,
+            seed=layer,
         )
-        wanted = attend_on(place, "extend", other)
-        got = paged_attention(other.q, other.kv, other.cu_seqlens_q, kernel=place.kernel, plan=plan)
+        wanted = attend_on(any_place, "extend", other)
+        got = paged_attention(
+            other.q, other.kv, other.cu_seqlens_q, kernel=any_place.kernel, plan=plan
+        )
         assert_bit_equal(got, wanted)
 
 
-def test_a_plan_follows_its_buffers_to_a_smaller_batch(place: Place) -> None:
-    options = {"dtype": place.dtype, "device": place.device, "num_q_heads": 8}
+def test_a_plan_follows_its_buffers_to_a_smaller_batch(any_place: Place) -> None:
+    options = {"dtype": any_place.dtype, "device": any_place.device, "num_q_heads": 8}
     large = make_paged([1, 1, 1, 1], [300, 20, 700, 64], **options)
     small = make_paged([1, 1, 0, 0], [33, 500, 0, 0], padding_rows=2, **options)
-    planner = large.planner(place.kernel)
+    planner = large.planner(any_place.kernel)
     first = large.plan(planner, 4)
-    check_paged(large, kernel=place.kernel, num_decodes=4)
+    check_paged(large, kernel=any_place.kernel, num_decodes=4)
     second = small.plan(planner, 4)
     assert [p.items.data_ptr() for p in first.parts] == [p.items.data_ptr() for p in second.parts]
     assert [p.items.shape for p in first.parts] == [p.items.shape for p in second.parts]
     # What a captured graph does: the first plan's tables, after they were filled for another batch.
     out = small.poisoned_out()
     replayed = paged_attention(
-        small.q, small.kv, small.cu_seqlens_q, plan=first, out=out, kernel=place.kernel
+        small.q, small.kv, small.cu_seqlens_q, plan=first, out=out, kernel=any_place.kernel
     )
-    wanted = check_paged(small, kernel=place.kernel, num_decodes=4)
+    wanted = check_paged(small, kernel=any_place.kernel, num_decodes=4)
     assert_bit_equal(replayed, wanted)
 
 
