@@ -128,7 +128,7 @@ def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=args.shutdown_timeout,
+        timeout_graceful_shutdown=args.shutdown_timeout or 1,  # 0 is an error in uvicorn's log
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         **options,
     )

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from magi_serve.errors import MagiServeError
+from magi_serve.errors import MagiServeError, SettingsError
 from magi_serve.server.errors import ServeError
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def refuse_model(args: Namespace) -> None:
         return
     try:
         with set_current_vllm_config(config):
-            get_attn_backend(
+            backend = get_attn_backend(
                 model.get_head_size(),
                 model.dtype,
                 config.cache_config.cache_dtype,
@@ -165,9 +165,17 @@ def refuse_model(args: Namespace) -> None:
                 use_mm_prefix=bool(getattr(model, "is_mm_prefix_lm", False)),
                 attn_type=getattr(model, "attn_type", None),
             )
+    except SettingsError:
+        raise
     except (MagiServeError, ImportError, ValueError) as error:
         reasons = str(error).removesuffix(f"; {WAY_OUT}")  # of `vllm serve`; ours is another
         raise ServeError(f"{reasons}; {LEAVE_TO_VLLM} leaves the choice to vLLM") from error
+    if not backend.__module__.startswith("magi_serve."):
+        raise ServeError(
+            f"vLLM would run {backend.__qualname__}, for it has not loaded our plugin: install "
+            "magi-serve (to have it on the path is not enough), and if VLLM_PLUGINS is set, name "
+            f"magi_serve in it; {LEAVE_TO_VLLM} leaves the choice to vLLM"
+        )
     logger.info("attention by magi-serve (%s); %s lets vLLM choose", OUR_BACKEND, LEAVE_TO_VLLM)
 
 

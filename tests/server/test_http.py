@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,34 +165,70 @@ def test_prompts_and_answers_are_not_logged(client: openai.OpenAI, service: Any)
     assert done.choices[0].text.strip() not in service.said()
 
 
-def test_a_model_that_we_cannot_serve_is_refused_with_the_reasons(
-    tmp_path: Path, command: Callable[..., dict[str, Any]]
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "max_position_embeddings": 512,
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(
+    tmp_path_factory: pytest.TempPathFactory, command: Callable[..., dict[str, Any]]
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What ``magi-serve serve`` says to an MLA model, and where vLLM does not load our plugin."""
+    started = {}
+    for name, config, env in (("mla", MLA, {}), ("no plugin", LLAMA, {"VLLM_PLUGINS": "another"})):
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(config))
+        keywords = command("serve", str(folder), "--skip-tokenizer-init", "--port", "0")
+        keywords["env"] |= env
+        started[name] = subprocess.Popen(
+            **keywords, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    done = {}
+    for name, process in started.items():
+        out, err = process.communicate(timeout=180)
+        done[name] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("mla", "MLA not supported"), ("no plugin", "has not loaded our plugin")]
+)
+def test_what_we_cannot_serve_is_refused_with_the_reason(
+    refused: dict[str, subprocess.CompletedProcess[str]], case: str, reason: str
 ) -> None:
-    config = {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 32,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "max_position_embeddings": 512,
-        "vocab_size": 512,
-        "torch_dtype": "float32",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    started = command("serve", str(tmp_path), "--skip-tokenizer-init", "--port", "0")
-    done = subprocess.run(**started, capture_output=True, text=True, timeout=180)
+    done = refused[case]
     assert done.returncode == 1
-    assert "MLA not supported" in done.stderr
+    assert reason in done.stderr
     assert "--attention-backend auto" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert "ready" not in done.stdout
 
 
 # The last test: it ends the service of this run.
