@@ -134,7 +134,8 @@ def _store_rows(
     tl.store(lse_ptr + token * stride_lse_t + head * stride_lse_h, lse, mask=valid)
 
 
-@triton.jit
+# Counts that vary by batch: a specialisation for 1 or a multiple of 16 would compile while serving.
+@triton.jit(do_not_specialize=["num_items", "stride_sink_t", "stride_pages"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, part_acc_ptr, part_ml_ptr,
     items_ptr, bands_ptr, page_table_ptr, num_items, logit_scale, softcap,
@@ -244,7 +245,7 @@ def _attention_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_sink_t"])
 def _reduce_kernel(
     out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_ml_ptr, reductions_ptr,
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
