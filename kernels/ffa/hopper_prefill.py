@@ -272,7 +272,7 @@ def _turn(x, ID: gl.constexpr, SYNC: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, total, logit_scale, softcap, first_key, row, column, k_begin, k_end, lo, hi,
+def _softmax(s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column,
              MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
              BLOCK_N: gl.constexpr):  # fmt: skip
     """One block of the online softmax in base 2; `logit_scale` is scale / softcap with a cap."""
@@ -280,10 +280,10 @@ def _softmax(s, m, total, logit_scale, softcap, first_key, row, column, k_begin,
         e = gl.exp2(s * (logit_scale * 2.8853900817779268))
         s = softcap * (1.0 - 2.0 / (e + 1.0)) * LOG2E
     if MASKED:
-        last = gl.minimum(row + hi, k_end - 1) - first_key
+        last = row_last - first_key
         s = gl.where(gl.expand_dims(column, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
         if BELOW:
-            first = gl.maximum(row + lo, k_begin) - first_key
+            first = row_begin - first_key
             s = gl.where(gl.expand_dims(column, 0) >= gl.expand_dims(first, 1), s, float("-inf"))
     if SOFTCAP:
         m_new = gl.maximum(m, gl.max(s, axis=1))
@@ -325,14 +325,13 @@ def _clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.c
 
 
 @gluon.jit
-def _step(acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
-    row, column,
-          k_begin, k_end, lo, hi, seen_begin, logit_scale, softcap,
-          MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
-          TURNS: gl.constexpr, ACC: gl.constexpr,
-          P: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-          LAZY: gl.constexpr,
-          WARP_GROUP: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+def _step(
+    acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
+    row_begin, row_last, column, clean_begin, clean_end, logit_scale, softcap,
+    MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, ACC: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr,
+    BLOCK_N: gl.constexpr, LAZY: gl.constexpr, WARP_GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
     """QK of block `taken` and PV of the one before it (one block higher), issued together;
     softmax under PV.
     """
@@ -344,15 +343,15 @@ def _step(acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
         _turn(taken, WARP_GROUP, True)
     s = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), p, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), ((taken - 1) // STAGES) & 1)
-    _clean_values(v_smem.index(v_stage), first_key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
+    _clean_values(v_smem.index(v_stage), first_key + BLOCK_N, clean_begin, clean_end, BLOCK_N, D)
     acc_next = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
     if TURNS:
         _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    p, m, total, decay = _softmax(s, m, total, logit_scale, softcap, first_key, row, column,
-        k_begin, k_end, lo, hi,
-                                  MASKED, BELOW, SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
+    p, m, total, decay = _softmax(
+        s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column, MASKED, BELOW,
+        SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
     acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = _rescale(acc, decay, D, ACC)
@@ -402,7 +401,6 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         band_end = gl.load(item_ptr + 3)
         item_k_begin = gl.load(item_ptr + 4)
         item_k_end = gl.load(item_ptr + 5)
-        row = q_begin + WARP_GROUP * 64 + lane
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         acc = gl.zeros([64, D], gl.float32, ACC)
         total = _lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
@@ -418,6 +416,16 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
                 bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
                 COLUMNS)  # fmt: skip
             if block_end > block_begin:
+                # Blocks go downwards: masked ones above the full ones, those, masked ones below.
+                row = q_begin + WARP_GROUP * 64 + lane
+                row_begin = gl.maximum(row + lo, k_begin)
+                row_last = gl.minimum(row + hi, k_end - 1)
+                key = base + (block_end - 1) * BLOCK_N
+                lowest_above = gl.maximum(full_end, block_begin)
+                num_above = gl.maximum(block_end - 1 - lowest_above, 0)
+                lowest_full = gl.maximum(full_begin, block_begin)
+                num_full = gl.maximum(block_end - 1 - num_above - lowest_full, 0)
+                num_below = block_end - 1 - num_above - num_full - block_begin
                 # The first block: QK only.
                 p = gl.zeros([64, BLOCK_N], gl.float32, S)
                 stage = taken % STAGES
@@ -431,53 +439,49 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
                     _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                block = block_end - 1
-                p, m, total, decay = _softmax(s, m, total, logit_scale, softcap,
-                    base + block * BLOCK_N, row, column,
-                                              k_begin, k_end, lo, hi, True, BELOW, SOFTCAP, LAZY,
-                                              BLOCK_N)  # fmt: skip
+                p, m, total, decay = _softmax(
+                    s, m, total, logit_scale, softcap, key, row_begin, row_last, column, True,
+                    BELOW,
+                    SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
                 acc = _rescale(acc, decay, D, ACC)
                 taken += 1
-                block -= 1
-                # Masked blocks above the full ones, the full ones, masked blocks below.
-                for _above in range(gl.maximum(block - gl.maximum(full_end, block_begin) + 1, 0)):
+                key -= BLOCK_N
+                for _above in range(num_above):
                     acc, m, total, p = _step(
                         acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        taken,
-                        base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
-                        logit_scale, softcap, True, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype,
-                        D, BLOCK_N, LAZY,
-                        WARP_GROUP, CONSUMERS)  # fmt: skip
+                        taken, key,
+                        row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
+                        True, BELOW,
+                        SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
+                        CONSUMERS)  # fmt: skip
                     taken += 1
-                    block -= 1
-                for _full in range(gl.maximum(block - gl.maximum(full_begin, block_begin) + 1, 0)):
+                    key -= BLOCK_N
+                for _full in range(num_full):
                     acc, m, total, p = _step(
                         acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        taken,
-                        base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
-                        logit_scale, softcap, False, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype,
-                        D, BLOCK_N, LAZY,
-                        WARP_GROUP, CONSUMERS)  # fmt: skip
+                        taken, key,
+                        row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
+                        False, BELOW,
+                        SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
+                        CONSUMERS)  # fmt: skip
                     taken += 1
-                    block -= 1
+                    key -= BLOCK_N
                 if BELOW:
-                    for _below in range(gl.maximum(block - block_begin + 1, 0)):
+                    for _below in range(num_below):
                         acc, m, total, p = _step(
                             acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            taken,
-                            base + block * BLOCK_N, row, column, k_begin, k_end, lo, hi, seen_begin,
-                            logit_scale, softcap, True, BELOW, SOFTCAP, STAGES, TURNS, ACC, P,
-                            dtype, D, BLOCK_N, LAZY,
-                            WARP_GROUP, CONSUMERS)  # fmt: skip
+                            taken, key,
+                            row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
+                            True, BELOW,
+                            SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
+                            CONSUMERS)  # fmt: skip
                         taken += 1
-                        block -= 1
+                        key -= BLOCK_N
                 # The last block: PV only.
                 operand = _to_operand(p, dtype, P)
                 stage = (taken - 1) % STAGES
                 mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
-                _clean_values(
-                    v_smem.index(stage), base + block_begin * BLOCK_N, seen_begin, k_end, BLOCK_N, D
-                )
+                _clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
                 acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
                 acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
                 mbarrier.arrive(v_empty.index(stage), count=1)
@@ -485,7 +489,11 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
             mbarrier.arrive(q_empty.index(slot), count=1)
         handed += 1
 
-        # Finish: max-logit, sink, lse, normalisation.
+        # Finish: max-logit, sink, lse, normalisation. What it needs is read again rather than kept.
+        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        q_begin = gl.load(items_ptr + item * COLUMNS)
+        q_len = gl.load(items_ptr + item * COLUMNS + 1)
+        row = q_begin + WARP_GROUP * 64 + lane
         total_row = gl.convert_layout(gl.sum(total, axis=1), ROWS)
         valid = WARP_GROUP * 64 + lane < q_len
         if MAX_LOGITS:
@@ -516,7 +524,9 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         unit = gl.max(unit_smem.index(handed % Q_STAGES).load(UNIT), axis=0)
 
 
-@gluon.jit(do_not_specialize=["num_items", "stride_pages", "page_rows", "head_rows"])
+@gluon.jit(
+    do_not_specialize=["num_items", "stride_pages", "stride_sink_t", "page_rows", "head_rows"]
+)
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, queue_ptr, items_ptr,
     bands_ptr, page_table_ptr,

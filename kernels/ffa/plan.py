@@ -17,7 +17,7 @@ of a size that depends only on host counts, so that captured CUDA graphs can be 
 Unused entries have no rows (``q_len == 0``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -378,9 +378,9 @@ class PagedPlanner:
     ) -> None:
         from magi_serve.kernels.dispatch import choose_kernel
 
-        self.problem = problem
+        self.problem = replace(problem, window=window is not None)
         self.window = window
-        self.spec = choose_kernel(problem, kernel)
+        self.spec = choose_kernel(self.problem, kernel)
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.device = device
