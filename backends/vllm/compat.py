@@ -8,7 +8,7 @@ import torch
 
 from magi_serve.settings import CONFIG_KEY, Settings, load_settings
 
-WAY_OUT = "drop --attention-backend CUSTOM to leave the choice to vLLM"
+WAY_OUT = "--attention-backend auto leaves the choice to vLLM"
 
 
 def settings_of(vllm_config: Any) -> Settings:
