@@ -49,6 +49,8 @@ else
 endif
 
 test: lint types  ## lint, types and every test that needs no GPU
+	@echo "test: pytest, Triton's kernels in its interpreter"
+	@TRITON_INTERPRET=1 $(PYTEST) -m "$(TESTS)" -q -rN tests/kernels
 	@echo "test: pytest, all that needs no GPU"
 	@$(PYTEST) -m "$(TESTS)" $(PYTEST_ARGS)
 
