@@ -283,6 +283,11 @@ class PagedKV:
                 f"seqlens_k has shape {tuple(self.seqlens_k.shape)}; expected "
                 f"[{self.page_table.shape[0]}], one length per row of page_table"
             )
+        if self.page_table.stride(1) != 1 and self.page_table.shape[1] > 1:
+            raise ArgumentError(
+                f"page_table has strides {self.page_table.stride()}; the last one must be 1: call "
+                "page_table.contiguous()"
+            )
         for name in ("page_table", "seqlens_k"):
             if getattr(self, name).dtype != torch.int32:
                 raise DTypeError(f"{name} is {getattr(self, name).dtype}; expected torch.int32")

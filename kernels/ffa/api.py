@@ -260,7 +260,7 @@ def _launch(
     if max_logits:
         maxima = torch.full(q.shape[1:2], float("-inf"), dtype=torch.float32, device=q.device)
     if q.shape[0]:
-        sink_logits = None if sink is None else sink.combined().to(q.device)
+        sink_logits = None if sink is None else sink.combined().to(q.device).contiguous()
         spec.load().run(
             AttentionCall(
                 q, k, v, page_table, parts, softmax_scale, softcap, sink_logits, out, lse, maxima

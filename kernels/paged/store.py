@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from magi_serve.errors import DeviceError, DTypeError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.types import PagedKV
 
 
@@ -21,7 +21,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         slot_mapping: ``[<= num_tokens]`` int64 or int32. Slots must lie in the pool and not repeat.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: an argument disagrees with the above.
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
     """
     for name, x, pool in (("k", k, kv.k), ("v", v, kv.v)):
         if x.ndim != 3 or x.shape[1:] != pool.shape[2:]:
@@ -32,6 +32,10 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         if x.device != pool.device:
             raise DeviceError(
                 f"{name} is on {x.device} and the pages are on {pool.device}; move one of them"
+            )
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ArgumentError(
+                f"{name} has strides {x.stride()}; the last one must be 1: call {name}.contiguous()"
             )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise DTypeError(
@@ -55,7 +59,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     if kv.k.device.type == "cuda" or triton_interprets():
         from magi_serve.kernels.paged.triton_store import write_kv_triton
 
-        write_kv_triton(k, v, kv, slot_mapping)
+        write_kv_triton(k, v, kv, slot_mapping.contiguous())
     else:
         slots = slot_mapping.long()
         written = slots >= 0
