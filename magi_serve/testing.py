@@ -457,10 +457,11 @@ def check_slices(
 
 
 def fix_interpreter() -> None:
-    """Make Triton's interpreter multiply bf16 matrices rightly.
+    """Make Triton's interpreter multiply bf16 matrices, and round to bf16, as a GPU does.
 
     It keeps bf16 as the raw 16 bits in uint16 and hands those to numpy's matmul as if they were
-    integers. Here they become fp32 first, which holds them exactly. Compiled kernels are as before.
+    integers: here they become fp32 first, which holds them exactly. And it converts fp32 to bf16 by
+    cutting bits off: here it rounds to the nearest. Compiled kernels are as before.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -479,5 +480,14 @@ def fix_interpreter() -> None:
     def create_dot_of_bf16(self: Any, a: Any, b: Any, *args: Any) -> Any:
         return create_dot(self, widened(a), widened(b), *args)
 
+    cast_impl = builder.cast_impl
+
+    def cast_rounding_to_bf16(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast_impl(self, src, dst_type)
+        values = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16()
+        return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+
     create_dot_of_bf16.widens_bf16 = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot_of_bf16
+    builder.cast_impl = cast_rounding_to_bf16
