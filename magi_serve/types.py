@@ -36,7 +36,8 @@ class MaskType(enum.IntEnum):
     BI_CAUSAL = 3
 
 
-def _int_pairs(name: str, value: Any) -> np.ndarray:
+def _integers(name: str, value: Any) -> np.ndarray:
+    """A copy of host data as int64; of no elements, in one dimension."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise ArgumentError(
             f"{name} is on {value.device}; AttentionSlices takes host data (lists, numpy arrays "
@@ -44,13 +45,20 @@ def _int_pairs(name: str, value: Any) -> np.ndarray:
         )
     array = np.asarray(value.numpy() if isinstance(value, Tensor) else value)
     if array.size == 0:
-        array = array.reshape(0, 2).astype(np.int64)
+        return np.zeros(0, dtype=np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise DTypeError(f"{name} has dtype {array.dtype}; expected integers")
+    return array.astype(np.int64)
+
+
+def _int_pairs(name: str, value: Any) -> np.ndarray:
+    array = _integers(name, value)
+    if array.size == 0:
+        array = array.reshape(0, 2)
     if array.ndim != 2 or array.shape[1] != 2:
         raise ShapeError(
             f"{name} has shape {array.shape}; expected [num_slices, 2]: (start, end) pairs"
         )
-    if not np.issubdtype(array.dtype, np.integer):
-        raise DTypeError(f"{name} has dtype {array.dtype}; expected integers")
     bad = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] >= UNBOUNDED)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
@@ -58,7 +66,7 @@ def _int_pairs(name: str, value: Any) -> np.ndarray:
             f"{name}[{i}] = {array[i].tolist()} is not a half-open range; expected 0 <= start <= "
             f"end < {UNBOUNDED}"
         )
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,13 +107,9 @@ class AttentionSlices:
         if mask_types is None:
             types = np.zeros(len(q), dtype=np.int64)
         else:
-            types = np.asarray(
-                mask_types if not isinstance(mask_types, Tensor) else mask_types.cpu()
-            )
-            types = types.reshape(0) if types.size == 0 else types
+            types = _integers("mask_types", mask_types)
             if types.shape != (len(q),):
                 raise ShapeError(f"mask_types has shape {types.shape}; expected [{len(q)}]")
-            types = types.astype(np.int64)
             unknown = ~np.isin(types, [int(t) for t in MaskType])
             if unknown.any():
                 i = int(np.flatnonzero(unknown)[0])
