@@ -1,0 +1,283 @@
+"""Plans: exactly one item computes each visible (row, key) cell, and each row is finished once."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from magi_serve.kernels.ffa import cpu
+from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Plan, TileConfig, plan_slices
+from magi_serve.kernels.ffa.reference import slices_mask
+from magi_serve.testing import make_slices
+from magi_serve.types import AttentionProblem, AttentionSlices
+
+many = settings(max_examples=80, derandomize=True, deadline=None, database=None)
+CPU = torch.device("cpu")
+
+configs = st.builds(
+    TileConfig,
+    block_m=st.sampled_from([4, 16, 32]),
+    block_n=st.sampled_from([4, 16]),
+    packed=st.booleans(),
+    programs=st.sampled_from([0, 1, 8, 40]),
+    queued=st.booleans(),
+    waves=st.sampled_from([1, 4]),
+    min_share=st.sampled_from([1, 2, 4]),
+)
+
+
+def problem(num_q_heads: int = 4, num_kv_heads: int = 2) -> AttentionProblem:
+    dtype = torch.float32
+    return AttentionProblem("cpu", dtype, dtype, num_q_heads, num_kv_heads, 64, 64, page_size=16)
+
+
+class Planner(PagedPlanner):
+    """Plans with the tiles of a test, decode ones of a single row per head group."""
+
+    def __init__(self, tiles: TileConfig, **options: Any) -> None:
+        super().__init__(problem(), device=CPU, kernel="cpu", **options)
+        self.tiles = tiles
+
+    def config(self, regime: str, max_q_len: int) -> TileConfig:  # type: ignore[override]
+        return self.tiles
+
+
+def plan_batch(
+    planner: PagedPlanner, q_lens: list[int], k_lens: list[int], decodes: int, **options: Any
+) -> PagedPlan:
+    options.setdefault("num_tokens", sum(q_lens))
+    return planner.plan(
+        torch.tensor([0, *q_lens]).cumsum(0).int(),
+        torch.tensor(k_lens, dtype=torch.int32),
+        num_decodes=decodes,
+        num_decode_tokens=sum(q_lens[:decodes]),
+        max_decode_q_len=max([1, *q_lens[:decodes]]),
+        **options,
+    )
+
+
+def count(parts: tuple[Plan, ...], num_rows: int, num_seqs: int, num_keys: int) -> Tensor:
+    """How often items compute each (row, sequence, key); each row must be finished once."""
+    cells = torch.zeros(num_rows, num_seqs, num_keys, dtype=torch.int64)
+    finished = torch.zeros(num_rows, dtype=torch.int64)
+    for part in parts:
+        for table in (part.bands, part.items):
+            assert table.dtype == torch.int32
+        owner = {}
+        for reduction in [] if part.reductions is None else part.reductions.tolist():
+            q_begin, q_len, first, shares = reduction[:4]
+            if shares >= 2 and q_len:
+                finished[q_begin : q_begin + q_len] += 1
+                owner |= dict.fromkeys(range(first, first + shares), (q_begin, q_len))
+        for i, item in enumerate(part.items.tolist()):
+            q_begin, q_len, band_begin, band_end, k_begin, k_end, is_part = item[:7]
+            if not q_len:
+                continue
+            assert k_begin <= k_end
+            if is_part:
+                assert owner.pop(i) == (q_begin, q_len)
+            else:
+                finished[q_begin : q_begin + q_len] += 1
+            for band in part.bands[band_begin:band_end].tolist():
+                first, last, lo, hi, seq = band[:5]
+                for row in range(q_begin, q_begin + q_len):
+                    low = max(first, k_begin, row + lo)
+                    high = min(last, k_end, row + hi + 1)
+                    cells[row, seq, low : max(low, high)] += 1
+        assert not owner, "a reduction reads an item that is no part"
+    assert finished.tolist() == [1] * num_rows
+    return cells
+
+
+@many
+@given(st.data())
+def test_a_paged_plan_covers_every_cell_once(data: st.DataObject) -> None:
+    lens = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), max_size=4))
+    q_lens, k_lens = [n for n, _ in lens], [n for _, n in lens]
+    side = st.none() | st.integers(0, 30)
+    left, right = window = data.draw(st.tuples(side, side))
+    each = st.lists(st.booleans(), min_size=len(lens), max_size=len(lens))
+    causal = data.draw(st.booleans() | each)
+    padding = data.draw(st.integers(0, 3))
+    planner = Planner(
+        data.draw(configs),
+        max_tokens=data.draw(st.sampled_from([0, 100])),
+        max_seqs=8,
+        window=window,
+    )
+    plan = plan_batch(
+        planner,
+        q_lens,
+        k_lens,
+        data.draw(st.integers(0, len(lens))),
+        num_tokens=sum(q_lens) + padding,
+        causal=torch.tensor(causal, dtype=torch.bool) if isinstance(causal, list) else causal,
+    )
+    width = max([1, *k_lens])
+    wanted = torch.zeros(sum(q_lens) + padding, max(1, len(lens)), width, dtype=torch.int64)
+    row = 0
+    for s, (q_len, k_len) in enumerate(lens):
+        for i in range(q_len):
+            position = k_len - q_len + i
+            for key in range(k_len):
+                is_causal = causal[s] if isinstance(causal, list) else causal
+                wanted[row, s, key] = (
+                    (not is_causal or key <= position)
+                    and (left is None or key >= position - left)
+                    and (right is None or key <= position + right)
+                )
+            row += 1
+    assert torch.equal(count(plan.parts, *wanted.shape), wanted)
+
+
+@many
+@given(st.data())
+def test_a_plan_of_slices_covers_every_cell_once(data: st.DataObject) -> None:
+    total_q, total_k = data.draw(st.integers(1, 60)), data.draw(st.integers(0, 60))
+    slices = make_slices(
+        total_q,
+        total_k,
+        seed=data.draw(st.integers(0, 999)),
+        max_leaves=data.draw(st.sampled_from([1, 4, 15])),
+    )
+    plan = plan_slices(slices, total_q, data.draw(configs), problem(), CPU)
+    wanted = slices_mask(slices, total_q, total_k, CPU).long()[:, None]
+    assert torch.equal(count((plan,), total_q, 1, total_k), wanted)
+
+
+def test_a_plan_of_slices_is_made_once_for_each_use() -> None:
+    slices = AttentionSlices([(0, 30)], [(0, 30)], [1])
+    config = TileConfig(16, 16)
+    first = plan_slices(slices, 30, config, problem(), CPU)
+    assert plan_slices(slices, 30, config, problem(), CPU) is first
+    assert plan_slices(slices, 31, config, problem(), CPU) is not first
+    assert plan_slices(slices, 30, config, problem(8, 2), CPU) is not first
+
+
+@many
+@given(st.data())
+def test_table_sizes_depend_on_host_counts_only(data: st.DataObject) -> None:
+    num_seqs = data.draw(st.integers(1, 5))
+    decodes = data.draw(st.integers(0, num_seqs))
+    config = data.draw(configs)
+    buffers = data.draw(st.booleans())
+    shapes = []
+    for _ in range(2):
+        # As many rows, of decodes and in all, spread over the sequences anyhow.
+        q_lens = [0] * num_seqs
+        for _ in range(12):
+            q_lens[data.draw(st.integers(0, num_seqs - 1))] += 1
+        if 0 < decodes < num_seqs:
+            q_lens[0] += 6 - sum(q_lens[:decodes])
+            q_lens[-1] += 12 - sum(q_lens)
+            if min(q_lens) < 0:
+                return
+        k_lens = [data.draw(st.integers(0, 300)) for _ in q_lens]
+        planner = Planner(config, max_tokens=20 if buffers else 0, max_seqs=8)
+        plan = plan_batch(planner, q_lens, k_lens, decodes, num_tokens=14)
+        shapes.append(
+            [
+                (p.items.shape, p.bands.shape, p.reductions is None or p.reductions.shape)
+                for p in plan.parts
+            ]
+        )
+    assert shapes[0] == shapes[1]
+
+
+def used(plan: Plan) -> Tensor:
+    return plan.items[plan.items[:, 1] > 0].long()
+
+
+def blocks(items: Tensor, config: TileConfig) -> Tensor:
+    """Key blocks that each item touches."""
+    begin, end = items[:, 4] // config.block_n, -(-items[:, 5] // config.block_n)
+    return torch.where(items[:, 5] > items[:, 4], end - begin, 0)
+
+
+@many
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=12))
+def test_shares_of_split_decodes_are_about_equal(k_lens: list[int]) -> None:
+    config = TileConfig(4, 16, programs=64, min_share=2)
+    planner = Planner(config, max_tokens=16, max_seqs=16)
+    (part,) = plan_batch(planner, [1] * len(k_lens), k_lens, len(k_lens)).parts
+    items = used(part)
+    work = blocks(items, config)
+    total = int(work.sum())
+    budget = 64 // 2 * (1 if 2 * (len(k_lens) + 1) <= 32 else config.waves)
+    assert len(items) <= max(budget, len(k_lens))
+    # No share is larger than twice what an even split over the budget would give.
+    assert int(work.max()) <= max(2 * math.ceil(total / budget) + 1, config.min_share)
+    # Within a sequence, all shares but the last are of one size, the same for all sequences.
+    sizes = set()
+    for reduction in part.reductions.tolist() if part.reductions is not None else []:
+        first, shares = reduction[2:4]
+        if shares > 1:
+            sizes |= set(blocks(part.items[first : first + shares - 1].long(), config).tolist())
+    assert len(sizes) <= 1
+
+
+def test_decode_of_one_long_sequence_uses_the_whole_chip() -> None:
+    config = TileConfig(4, 16, programs=64, min_share=2)
+    planner = Planner(config, max_tokens=4, max_seqs=4)
+    (part,) = plan_batch(planner, [1], [100_000], 1).parts
+    assert 28 <= len(used(part)) <= 32
+
+
+def test_prefill_starts_with_the_longest_tiles() -> None:
+    config = TileConfig(16, 16)
+    planner = Planner(config, max_tokens=0, max_seqs=0)
+    (part,) = plan_batch(planner, [50, 3, 200, 0], [50, 400, 200, 7], 0).parts
+    work = blocks(part.items.long(), config)
+    assert work.tolist() == sorted(work.tolist(), reverse=True)
+    assert part.reductions is None
+
+
+def test_unused_entries_have_no_rows_and_come_last() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64), max_tokens=64, max_seqs=16)
+    (part,) = plan_batch(planner, [1, 1, 0], [100, 40, 0], 3).parts
+    has_rows = (part.items[:, 1] > 0).tolist()
+    assert has_rows == sorted(has_rows, reverse=True)
+    assert not bool((part.items[:, 1] < 0).any())
+
+
+def test_buffers_of_decodes_keep_their_addresses_and_forget_larger_batches() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64, min_share=1), max_tokens=16, max_seqs=8)
+    fresh = Planner(planner.tiles, max_tokens=16, max_seqs=8)
+    large = plan_batch(planner, [1] * 8, [5000] * 8, 8, num_tokens=16)
+    addresses = [t.data_ptr() for t in (large.parts[0].items, large.parts[0].bands)]
+    small_lens = ([1, 1, 1, 0, 0, 0, 0, 0], [9, 30, 1, 0, 0, 0, 0, 0])
+    small = plan_batch(planner, *small_lens, 8, num_tokens=16).parts[0]
+    assert [t.data_ptr() for t in (small.items, small.bands)] == addresses
+    wanted = plan_batch(fresh, *small_lens, 8, num_tokens=16).parts[0]
+    assert torch.equal(small.items, wanted.items)
+    assert torch.equal(small.bands, wanted.bands)
+    assert small.reductions is not None and wanted.reductions is not None
+    assert torch.equal(small.reductions, wanted.reductions)
+
+
+def test_batches_larger_than_the_buffers_get_tables_of_their_own() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64), max_tokens=4, max_seqs=4)
+    kept = plan_batch(planner, [1] * 4, [50] * 4, 4).parts[0]
+    before = kept.items.clone()
+    larger = plan_batch(planner, [1] * 5, [60] * 5, 5).parts[0]
+    assert larger.items.data_ptr() != kept.items.data_ptr()
+    assert torch.equal(kept.items, before)
+
+
+def test_mixed_batches_leave_the_buffers_of_decodes_alone() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64), max_tokens=64, max_seqs=4)
+    kept = plan_batch(planner, [1] * 4, [50] * 4, 4).parts[0]
+    before = kept.items.clone()
+    plan_batch(planner, [1, 1, 20, 3], [50, 60, 20, 70], 2)
+    assert torch.equal(kept.items, before)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "decode", "slices"])
+def test_cpu_tiles_hold_whole_head_groups(regime: Any) -> None:
+    config = cpu.tile_config(problem(71, 1), regime, 1)
+    assert config.tile_q(71) == (1 if regime == "decode" else 64)
+    assert config.group_rows(71) == 71
