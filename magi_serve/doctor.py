@@ -76,10 +76,11 @@ def check(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
         One entry per kernel, device, dtype and case: ``passed``, ``plain_error`` and ``error``, or
         ``raised`` with the exception.
     """
+    dtypes = {spec.name: spec.dtypes for spec in SPECS}
     results = []
     for kernel in (k for k in kernels if k["name"] != "reference"):
         for device in kernel["runs_on"]:
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for dtype in dtypes[kernel["name"]]:
                 for name, case in _CASES.items():
                     run = case(dtype, device)
                     entry = {"kernel": kernel["name"], "device": device, "case": name}

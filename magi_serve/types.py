@@ -341,6 +341,7 @@ class AttentionProblem:
     sink_per_token: bool = False
     softcap: bool = False
     window: bool = False
+    """Whether rows see a bounded number of keys before them."""
     max_logits: bool = False
     even_rows: bool = True
     """Whether TMA can read q, k and v: rows of one stride, aligned to 16 bytes."""

@@ -14,7 +14,14 @@ from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.kernels.capabilities import KernelSpec
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.kernels.ffa.call import AttentionCall
-from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Plan, Window, plan_slices
+from magi_serve.kernels.ffa.plan import (
+    PagedPlan,
+    PagedPlanner,
+    Plan,
+    Window,
+    normal_window,
+    plan_slices,
+)
 from magi_serve.kernels.merge import check_sink
 from magi_serve.types import AttentionOutput, AttentionProblem, AttentionSlices, PagedKV, SinkSpec
 
@@ -152,6 +159,7 @@ def paged_attention(
             )
         _check_device("causal", causal, q)
     _check_window(window)
+    window = normal_window(window)
     scale = _softmax_scale(softmax_scale, q)
     _check_softcap(softcap)
     if sink is not None:
@@ -171,7 +179,7 @@ def paged_attention(
         page_size=kv.page_size,
         sink=sink,
         softcap=softcap,
-        window=window is not None,
+        window=window is not None and window[0] is not None,
         max_logits=return_max_logits,
     )
     if plan is not None:

@@ -506,7 +506,9 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
             highest = gl.maximum(m, sink)
             highest = gl.where(highest == float("-inf"), 0.0, highest)
             weight = gl.where(m == float("-inf"), 0.0, gl.exp2(m_safe - highest))
-            with_sink = total_row * weight + gl.exp2(sink - highest)
+            # The difference of equal numbers, fused with the scaling above, would not be 0.
+            sink_weight = gl.exp2(gl.where(sink >= m, 0.0, sink - highest))
+            with_sink = total_row * weight + gl.where(sink == float("-inf"), 0.0, sink_weight)
             scale = gl.where(with_sink > 0, weight / with_sink, 0.0)
             lse = gl.where(with_sink > 0, (highest + gl.log2(with_sink)) * LN2, float("-inf"))
         else:

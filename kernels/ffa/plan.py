@@ -35,6 +35,12 @@ ROW = 8
 """Columns per table row, the named ones first: 32 bytes."""
 
 
+def normal_window(window: Window | None) -> Window | None:
+    """`window` with None for a side that reaches every key; None if both do."""
+    left, right = (None if w is None or w >= UNBOUNDED else w for w in window or (None, None))
+    return None if left is None and right is None else (left, right)
+
+
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """How a kernel cuts one kind of work; tuned data, see `tuned/`.
@@ -148,7 +154,8 @@ def _share_size(blocks: Tensor, exists: Tensor, budget: int, least: int) -> Tens
     shares = torch.where(exists, (-(-blocks // sizes[:, None])).clamp(min=1), 0).sum(1)
     fits = (shares <= budget).long()
     fits[-1:] = 1
-    return sizes[fits.argmax()]
+    # Indexing with a scalar on the device would wait for it.
+    return sizes.index_select(0, fits.argmax(0, keepdim=True))
 
 
 def _items(
@@ -250,8 +257,8 @@ def paged_bands(
     end = torch.nn.functional.pad(begin[1:], (0, 1), value=num_tokens)
     keys = torch.nn.functional.pad(seqlens_k.long(), (0, 1))
     offset = keys - end
-    lo = torch.full_like(keys, -UNBOUNDED) if left is None else offset - min(left, UNBOUNDED)
-    hi = torch.full_like(keys, UNBOUNDED) if right is None else offset + min(right, UNBOUNDED)
+    lo = torch.full_like(keys, -UNBOUNDED) if left is None else offset - left
+    hi = torch.full_like(keys, UNBOUNDED) if right is None else offset + right
     if isinstance(causal, Tensor):
         is_causal = torch.nn.functional.pad(causal.bool(), (0, 1))
         hi = torch.where(is_causal, torch.minimum(hi, offset), hi)
@@ -378,8 +385,9 @@ class PagedPlanner:
     ) -> None:
         from magi_serve.kernels.dispatch import choose_kernel
 
-        self.problem = replace(problem, window=window is not None)
-        self.window = window
+        self.window = normal_window(window)
+        left_bound = self.window is not None and self.window[0] is not None
+        self.problem = replace(problem, window=left_bound)
         self.spec = choose_kernel(self.problem, kernel)
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs

@@ -122,7 +122,9 @@ def _store_rows(
         top = tl.maximum(m, sink)
         top_safe = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.where(m == float("-inf"), 0.0, tl.exp2(m_safe - top_safe))
-        with_sink = total * weight + tl.exp2(sink - top_safe)
+        # The difference of equal numbers, fused with the scaling above, would not be 0.
+        sink_weight = tl.exp2(tl.where(sink >= m, 0.0, sink - top_safe))
+        with_sink = total * weight + tl.where(sink == float("-inf"), 0.0, sink_weight)
         scale = tl.where(with_sink > 0, weight / with_sink, 0.0)
         lse = tl.where(with_sink > 0, (top_safe + tl.log2(with_sink)) * LN2, float("-inf"))
     else:
