@@ -139,14 +139,11 @@ def _load_block(desc, smem, bar, ids, block, base, kv_head, page_rows, head_rows
 
 
 @gluon.jit
-def _unit(unit, num_items, num_q_heads, HEAD_MAJOR: gl.constexpr):
-    """Item and query head of a work unit."""
-    if HEAD_MAJOR:
-        item = unit % num_items
-        head = unit // num_items
-    else:
-        item = unit // num_q_heads
-        head = unit % num_q_heads
+def _unit(unit, num_items, num_q_heads, head_major):
+    """Item and query head of a work unit: all items of a head in turn, or all heads of an item."""
+    run = gl.where(head_major != 0, num_items, num_q_heads)
+    item = gl.where(head_major != 0, unit % run, unit // run)
+    head = gl.where(head_major != 0, unit // run, unit % run)
     return item, head
 
 
@@ -157,7 +154,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
               stride_pages, page_rows, head_rows,
               D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
               STAGES: gl.constexpr, PAGE: gl.constexpr,
-              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, HEAD_MAJOR: gl.constexpr,
+              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, head_major: gl.constexpr,
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -166,7 +163,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
     handed = 0
     unit = gl.program_id(0)
     while unit < num_units:
-        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        item, head = _unit(unit, num_items, num_q_heads, head_major)
         item_ptr = items_ptr + item * COLUMNS
         q_begin = gl.load(item_ptr)
         q_len = gl.load(item_ptr + 1)
@@ -366,7 +363,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
               D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
               BELOW: gl.constexpr, HAS_SINK: gl.constexpr, SOFTCAP: gl.constexpr,
               MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr,
-              Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, HEAD_MAJOR: gl.constexpr,
+              Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, head_major: gl.constexpr,
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr, CONSUMERS: gl.constexpr,
               WARP_GROUP: gl.constexpr):  # fmt: skip
@@ -393,7 +390,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
     mbarrier.wait(q_full.index(0), 0)
     unit = gl.max(unit_smem.index(0).load(UNIT), axis=0)
     while unit < num_units:
-        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        item, head = _unit(unit, num_items, num_q_heads, head_major)
         item_ptr = items_ptr + item * COLUMNS
         q_begin = gl.load(item_ptr)
         q_len = gl.load(item_ptr + 1)
@@ -490,7 +487,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         handed += 1
 
         # Finish: max-logit, sink, lse, normalisation. What it needs is read again rather than kept.
-        item, head = _unit(unit, num_items, num_q_heads, HEAD_MAJOR)
+        item, head = _unit(unit, num_items, num_q_heads, head_major)
         q_begin = gl.load(items_ptr + item * COLUMNS)
         q_len = gl.load(items_ptr + item * COLUMNS + 1)
         row = q_begin + WARP_GROUP * 64 + lane
@@ -527,7 +524,14 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "stride_pages", "stride_sink_t", "page_rows", "head_rows"]
+    do_not_specialize=[
+        "head_major",
+        "num_items",
+        "stride_pages",
+        "stride_sink_t",
+        "page_rows",
+        "head_rows",
+    ]
 )
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, queue_ptr, items_ptr,
@@ -540,7 +544,7 @@ def _hopper_prefill_kernel(
     GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    HEAD_MAJOR: gl.constexpr, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    head_major, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -580,14 +584,14 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
@@ -599,7 +603,7 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_consumer, (
                 q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
@@ -608,14 +612,14 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 1)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
             (_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -627,7 +631,7 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 0)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_consumer, (
                 q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
@@ -636,7 +640,7 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 1)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
             (_consumer, (
                 q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
@@ -645,14 +649,14 @@ def _hopper_prefill_kernel(
                 softcap,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
-                HEAD_MAJOR, Q_STAGES, COLUMNS, CONSUMERS, 2)),
+                head_major, Q_STAGES, COLUMNS, CONSUMERS, 2)),
             (_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, HEAD_MAJOR, Q_STAGES, COLUMNS)),
+                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -747,7 +751,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         TURNS=consumers == 3,
         Q_IN_REGISTERS=head_dim == 128 and consumers == 2 and not plan.bounded_below,
         LAZY=0 if call.max_logits is not None else LAZY_GROWTH,
-        HEAD_MAJOR=plan.head_major,
+        head_major=int(plan.head_major),
         Q_STAGES=2 if consumers == 1 else 1,
         COLUMNS=ROW,
         CONSUMER_REGISTERS=consumer_registers,
