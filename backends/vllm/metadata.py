@@ -20,6 +20,7 @@ from magi_serve.backends.vllm import compat
 from magi_serve.errors import NoKernelError
 from magi_serve.kernels.capabilities import SPECS
 from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Window
+from magi_serve.kernels.ffa.warmup import warm_up
 from magi_serve.types import AttentionProblem
 
 
@@ -72,6 +73,12 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
         for layer in compat.layers_of(vllm_config, layer_names):
             self.variants.add(layer.impl.variant)
             layer.impl.kernel_name = self._planner(layer.impl.variant, True).spec.name
+        for planner in self._planners.values():
+            warm_up(
+                planner,
+                max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                max_decode_q_len=self.reorder_batch_threshold,
+            )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -120,12 +120,15 @@ class PagedPlan:
 
 
 def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
-    """Columns as an int32 table of `ROW` columns; into the first rows of `out` where given."""
+    """Columns as an int32 table of `ROW` columns: a new one, or the first rows of `out`.
+
+    The rest of `out` is emptied: a graph captured for a larger batch then finds no work there.
+    """
     rows = columns[0].shape[0]
-    table = columns[0].new_zeros(rows, ROW, dtype=torch.int32) if out is None else out
-    table[:rows, : len(columns)] = torch.stack(columns, 1)
+    table = columns[0].new_zeros(rows, ROW, dtype=torch.int32) if out is None else out[:rows]
+    table[:, : len(columns)] = torch.stack(columns, 1)
     if out is not None:
-        table[rows:] = 0
+        out[rows:] = 0
     return table
 
 

@@ -3,7 +3,7 @@ resources.
 
 Run as a program so that each Triton and each architecture gets a process of its own:
 
-    python tests/kernels/aot.py ARCH [--all]
+    python tests/kernels/aot.py ARCH [--all | --warm-up KERNEL]
 
 prints one JSON line per specialisation: its name, and for each kernel registers, stack bytes
     (spills live
@@ -12,6 +12,7 @@ and launches stop after compilation.
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -27,11 +29,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from magi_serve.kernels.ffa import hopper, triton_attention
+from magi_serve.kernels.ffa import api, hopper, triton_attention
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import PagedPlanner, plan_slices
+from magi_serve.kernels.ffa.warmup import warm_up
 from magi_serve.kernels.paged.triton_store import write_kv_triton
-from magi_serve.types import AttentionProblem, AttentionSlices, PagedKV
+from magi_serve.types import AttentionProblem, AttentionSlices, PagedKV, SinkSpec
 
 MULTIPROCESSORS = 132
 
@@ -228,11 +231,73 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
     yield "write bf16 d128", lambda: write_case(bf16, 8, 128, 16)
 
 
+def warm_up_case(arch: int, kernel: str) -> None:
+    """Print how many kernels the warm-up compiles, and how many more random batches need."""
+    run, hashes = JITFunction.run, []
+    compile_only(arch)
+
+    def remember(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        hashes.append(run(self, *args, grid=grid, warmup=True, **kwargs).hash)
+
+    JITFunction.run = remember
+    random = Random(0)
+    for head_dim, groups, window, sinks in ((64, 8, (127, 0), 1), (128, 4, None, 0)):
+        bf16 = torch.bfloat16
+        problem = AttentionProblem(
+            "cuda", bf16, bf16, 8 * groups, 8, head_dim, head_dim, arch, 16, sinks=sinks
+        )
+        planner = PagedPlanner(
+            problem,
+            max_tokens=256,
+            max_seqs=256,
+            device=torch.device("cpu"),
+            window=window,
+            kernel=kernel,
+        )
+        api._problem = lambda *args, problem=planner.problem, **kwargs: problem  # type: ignore[assignment]
+        del hashes[:]
+        kinds = warm_up(planner, max_tokens=8192)
+        known = set(hashes)
+        pages = torch.empty(8, 16, 8, 2 * head_dim, dtype=bf16)
+        for _ in range(60):
+            num_decodes = random.choice([0, 1, 3, 16, 40, 64, 200])
+            prompts = [random.choice([2, 5, 100, 700, 3000, 8000])] * random.choice([0, 1, 2])
+            q_lens = [1] * num_decodes + prompts or [1]
+            num_tokens = sum(q_lens) + random.choice([0, 0, 3])
+            cu_seqlens_q = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+            lengths = [n + random.choice([0, 1, 60, 5000, 30000]) for n in q_lens]
+            seqlens_k = torch.tensor(lengths, dtype=torch.int32)
+            plan = planner.plan(
+                cu_seqlens_q,
+                seqlens_k,
+                num_tokens=num_tokens,
+                num_decodes=num_decodes if prompts else len(q_lens),
+                num_decode_tokens=num_decodes,
+                max_decode_q_len=1,
+                max_seqlen_k=max(lengths),
+            )
+            table = torch.zeros(len(q_lens), random.choice([1, 16, 4000]), dtype=torch.int32)
+            sink = SinkSpec(torch.zeros(8 * groups)) if sinks else None
+            api.paged_attention(
+                torch.empty(num_tokens, 8 * groups, head_dim, dtype=bf16),
+                PagedKV(pages[..., :head_dim], pages[..., head_dim:], table, seqlens_k),
+                cu_seqlens_q,
+                window=window,
+                sink=sink,
+                plan=plan,
+            )
+        report = {"kinds": kinds, "kernels": len(known), "later": len(set(hashes) - known)}
+        print(json.dumps({"head_dim": head_dim, **report}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arch", type=int, help="compute capability, as 90")
     parser.add_argument("--all", action="store_true", help="the whole grid")
+    parser.add_argument("--warm-up", metavar="KERNEL", help="compare a warm-up with what follows")
     args = parser.parse_args()
+    if args.warm_up:
+        return warm_up_case(args.arch, args.warm_up)
     compiled = compile_only(args.arch)
     for name, case in cases(args.arch, args.all):
         del compiled[:]

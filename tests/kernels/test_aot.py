@@ -69,18 +69,23 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Fut
         }
 
 
-def assert_fit(arch: int, cases: Cases) -> None:
+def assert_fit(arch: int, cases: Cases, extra_stack: int = 0) -> None:
     """No spills, shared memory within the limit, matrix instructions of the architecture."""
+    wrong = []
     for case in cases:
         name, kernels = case["case"], case["kernels"]
         assert kernels, f"{name} compiled nothing"
         for kernel in kernels:
             where = f"{kernel['kernel']} of {name} on sm_{arch} by Triton {case['triton']}"
-            allowed = ALLOWED_STACK.get(kernel["kernel"], 0)
-            assert kernel["stack"] <= allowed, f"{where} spills {kernel['stack']} bytes"
-            assert kernel["shared"] <= SHARED_LIMIT[arch], f"{where} takes too much shared memory"
+            if kernel["stack"] > ALLOWED_STACK.get(kernel["kernel"], 0) + extra_stack:
+                wrong.append(f"{where} spills {kernel['stack']} bytes")
+            if kernel["shared"] > SHARED_LIMIT[arch]:
+                wrong.append(f"{where} takes {kernel['shared']} bytes of shared memory")
         if name.startswith(("prefill bf16", "prefill fp16", "slices", "hopper")):
-            assert kernels[0]["matrix"] == MATRIX[arch], f"{name} on sm_{arch}: {kernels[0]}"
+            matrix = kernels[0]["matrix"]
+            if matrix != MATRIX[arch]:
+                wrong.append(f"{where} multiplies by {matrix}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("triton", ["own", "newer"])
@@ -103,7 +108,7 @@ def test_default_tiles_compile_without_spills(
 def test_the_whole_grid_of_tiles_compiles(arch: int, triton: str, tmp_path: Path) -> None:
     if triton not in tritons():
         pytest.skip(f"needs a second Triton in {NEWER_TRITON}: make setup")
-    assert_fit(arch, compile_cases(arch, triton, tmp_path, "--all"))
+    assert_fit(arch, compile_cases(arch, triton, tmp_path, "--all"), extra_stack=64)
 
 
 COUNT_SPECIALISATIONS = """

@@ -281,3 +281,13 @@ def test_cpu_tiles_hold_whole_head_groups(regime: Any) -> None:
     config = cpu.tile_config(problem(71, 1), regime, 1)
     assert config.tile_q(71) == (1 if regime == "decode" else 64)
     assert config.group_rows(71) == 71
+
+
+def test_a_small_batch_launches_small_grids_whatever_its_buffers_hold() -> None:
+    batch = make_paged([1], [700])
+    planner = PagedPlanner(
+        batch.problem(), max_tokens=512, max_seqs=512, device=batch.q.device, kernel="cpu"
+    )
+    (part,) = batch.plan(planner, num_decodes=1).parts
+    assert part.items.shape[0] <= 3
+    assert part.items.data_ptr() == planner.buffers().items.data_ptr()
