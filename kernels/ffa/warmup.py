@@ -1,8 +1,7 @@
 """Compiling, before the first request, every kernel that a planner's batches can launch.
 
-What selects a specialisation is known from host counts: the tiling of each part and whether its
-    keys
-are split. Batches of growing size are planned, and the first of each kind is launched on zeros.
+What selects a specialisation is known from host counts: the tiling of each part, and whether its
+keys are split. Batches of growing size are planned, and one of each kind is launched on zeros.
 """
 
 import itertools

@@ -12,7 +12,7 @@ from torch import Tensor
 from magi_serve.kernels.ffa import cpu
 from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Plan, TileConfig, plan_slices
 from magi_serve.kernels.ffa.reference import slices_mask
-from magi_serve.testing import make_slices
+from magi_serve.testing import make_paged, make_slices
 from magi_serve.types import AttentionProblem, AttentionSlices
 
 many = settings(max_examples=80, derandomize=True, deadline=None, database=None)
