@@ -1,12 +1,10 @@
 """Prefill on Hopper in Gluon: a TMA producer warp and one to three consumer warp-groups of 64 rows.
 
-A program walks work units, each an item for one query head,
-which an atomic queue hands out: programs
-stay in step, so that keys and values larger than L2 are read from memory about once. The producer
-brings q and, by separate rings,
-K and V blocks (one 2-D TMA box per page). A consumer keeps QK of the
-next block in flight during the softmax and PV of the last; its running maximum follows lazily (only
-growth beyond 2^8 rescales the accumulator), which is exact after normalisation.
+A program walks work units, each an item for one query head, which an atomic queue hands out:
+programs stay in step, so that keys and values larger than L2 are read from memory about once. The
+producer brings q and, by separate rings, K and V blocks (one 2-D TMA box per page). A consumer
+keeps QK of the next block in flight during the softmax and PV of the last; its running maximum
+follows lazily (only growth beyond 2^8 rescales the accumulator), exact after normalisation.
 
 V rows that no row of the tile may read (past the sequence's end, left of a window) are zeroed in
 shared memory before use: probabilities there are 0, but what is stored may be NaN.
@@ -20,131 +18,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.hopper_blocks import (
+    LOG2E,
+    band,
+    clean_values,
+    lane_sum,
+    load_block,
+    page_ids,
+    rescale,
+    softmax,
+    tma_load,
+    to_operand,
+    turn,
+    work_unit,
+)
 from magi_serve.kernels.ffa.plan import ROW, Plan
 
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LAZY_GROWTH = 8
 """A row's reference maximum moves only when it has grown by 2^8; fp32 sums bear that easily."""
-
-# Names that changed after Triton 3.6.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-
-
-def _rescale_asm(registers: int) -> tuple[str, str]:
-    """PTX for ``acc *= decay`` over a thread's accumulator, skipped by a warp whose decays are
-    all 1.
-    """
-    first, second = f"${2 * registers}", f"${2 * registers + 2}"
-    lines = [
-        "{ .reg .pred p;",
-        f"setp.neu.f32 p, {first}, 0f3F800000;",
-        f"setp.neu.or.f32 p, {second}, 0f3F800000, p;",
-        "vote.sync.any.pred p, p, 0xffffffff;",
-        "@!p bra SKIP;",
-    ]
-    lines += [f"mul.ftz.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(registers)]
-    tied = [str(i) for i in range(registers)]
-    constraints = ["=f"] * registers + tied + ["f"] * registers
-    return "\n".join([*lines, "SKIP: }"]), ",".join(constraints)
-
-
-_RESCALE_ASM = gl.constexpr({d: _rescale_asm(d // 2)[0] for d in (64, 128)})
-_RESCALE_CONSTRAINTS = gl.constexpr({d: _rescale_asm(d // 2)[1] for d in (64, 128)})
-# Named barriers for turns; Triton numbers its own from 0.
-_TURN_ASM = gl.constexpr(
-    [f"bar.{op} {10 + i}, 256; mov.b32 $0, $1;" for i in range(3) for op in ("arrive", "sync")]
-)
-
-
-@gluon.jit
-def _band(bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """A band cut to its item, and its blocks: visited ``[begin, end)``, needing no mask
-    ``[full_begin, full_end)``.
-    """
-    band_ptr = bands_ptr + band * COLUMNS
-    k_begin = gl.maximum(gl.load(band_ptr), item_k_begin)
-    k_end = gl.minimum(gl.load(band_ptr + 1), item_k_end)
-    lo = gl.load(band_ptr + 2)
-    hi = gl.load(band_ptr + 3)
-    seq = gl.load(band_ptr + 4)
-    base = k_begin if PAGE == 0 else 0
-    last = q_begin + q_len - 1
-    seen_begin = gl.maximum(k_begin, q_begin + lo)
-    seen_end = gl.minimum(k_end, last + hi + 1)
-    block_begin = (seen_begin - base) // BLOCK_N
-    block_end = (gl.maximum(seen_end, seen_begin) - base + BLOCK_N - 1) // BLOCK_N
-    block_end = gl.where(seen_end > seen_begin, block_end, block_begin)
-    full_begin = (gl.maximum(k_begin, last + lo) - base + BLOCK_N - 1) // BLOCK_N
-    full_begin = gl.maximum(full_begin, block_begin)
-    full_end = gl.maximum(gl.minimum(k_end, q_begin + hi + 1) - base, 0) // BLOCK_N
-    full_end = gl.minimum(full_end, block_end)
-    return (
-        base,
-        k_begin,
-        k_end,
-        lo,
-        hi,
-        seq,
-        seen_begin,
-        seen_end,
-        block_begin,
-        block_end,
-        full_begin,
-        full_end,
-    )
-
-
-@gluon.jit
-def _page_ids(pages_ptr, block, last_page, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Pages of a key block, all loads issued before any is used."""
-    COUNT: gl.constexpr = 1 if PAGE == 0 or PAGE > BLOCK_N else BLOCK_N // PAGE
-    ids = ()
-    for i in gl.static_range(COUNT):
-        if PAGE == 0:
-            ids = ids + (block,)
-        elif PAGE > BLOCK_N:
-            ids = ids + (gl.load(pages_ptr + gl.minimum(block * BLOCK_N // PAGE, last_page)),)
-        else:
-            ids = ids + (gl.load(pages_ptr + gl.minimum(block * COUNT + i, last_page)),)
-    return ids
-
-
-@gluon.jit
-def _load_block(desc, smem, bar, ids, block, base, kv_head, page_rows, head_rows,
-                PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_COLUMNS: gl.constexpr):  # fmt: skip
-    """One key block by TMA: one box, or one per page."""
-    column = kv_head * HEAD_COLUMNS
-    if PAGE == 0:
-        mbarrier.expect(bar, desc.block_type.nbytes)
-        _tma_load(desc, [base + block * BLOCK_N, column], bar, smem)
-    elif PAGE > BLOCK_N:
-        mbarrier.expect(bar, desc.block_type.nbytes)
-        row = ids[0] * page_rows + kv_head * head_rows + block * BLOCK_N % PAGE
-        _tma_load(desc, [row, column], bar, smem)
-    else:
-        COUNT: gl.constexpr = BLOCK_N // PAGE
-        mbarrier.expect(bar, desc.block_type.nbytes * COUNT)
-        for i in gl.static_range(COUNT):
-            row = ids[i] * page_rows + kv_head * head_rows
-            _tma_load(desc, [row, column], bar, smem.slice(i * PAGE, PAGE, dim=0))
-
-
-@gluon.jit
-def _unit(unit, num_items, num_q_heads, head_major):
-    """Item and query head of a work unit: all items of a head in turn, or all heads of an item."""
-    run = gl.where(head_major != 0, num_items, num_q_heads)
-    item = gl.where(head_major != 0, unit % run, unit // run)
-    head = gl.where(head_major != 0, unit // run, unit % run)
-    return item, head
 
 
 @gluon.jit
@@ -163,7 +60,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
     handed = 0
     unit = gl.program_id(0)
     while unit < num_units:
-        item, head = _unit(unit, num_items, num_q_heads, head_major)
+        item, head = work_unit(unit, num_items, num_q_heads, head_major)
         item_ptr = items_ptr + item * COLUMNS
         q_begin = gl.load(item_ptr)
         q_len = gl.load(item_ptr + 1)
@@ -178,21 +75,21 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
             unit_smem.index(slot).store(gl.full([32], unit, gl.int32, UNIT))  # read behind q_full
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * CONSUMERS)
             for w in gl.static_range(CONSUMERS):
-                _tma_load(
+                tma_load(
                     q_desc,
                     [q_begin + w * 64, head * D],
                     q_full.index(slot),
                     q_smem.index(slot * CONSUMERS + w),
                 )
             handed += 1
-            for band in range(band_begin, band_end):
+            for number in range(band_begin, band_end):
                 (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-                 full_begin, full_end) = _band(
-                    bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
+                 full_begin, full_end) = band(
+                    bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
                     COLUMNS)  # fmt: skip
                 pages_ptr = page_table_ptr + seq.to(gl.int64) * stride_pages
                 last_page = gl.maximum(seen_end - 1, 0) // (PAGE if PAGE > 0 else BLOCK_N)
-                following = _page_ids(
+                following = page_ids(
                     pages_ptr, gl.maximum(block_end - 1, 0), last_page, PAGE, BLOCK_N
                 )
                 for j in range(block_end - block_begin):
@@ -201,14 +98,14 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
                     stage = fetched % STAGES
                     phase = (fetched // STAGES) & 1
                     mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                    _load_block(k_desc, k_smem.index(stage), k_full.index(stage), ids, block,
+                    load_block(k_desc, k_smem.index(stage), k_full.index(stage), ids, block,
                         base, kv_head,
                                 page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
                     mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                    _load_block(v_desc, v_smem.index(stage), v_full.index(stage), ids, block,
+                    load_block(v_desc, v_smem.index(stage), v_full.index(stage), ids, block,
                         base, kv_head,
                                 page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
-                    following = _page_ids(
+                    following = page_ids(
                         pages_ptr, gl.maximum(block - 1, block_begin), last_page, PAGE, BLOCK_N
                     )
                     fetched += 1
@@ -225,103 +122,6 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
 
 
 @gluon.jit
-def _to_operand(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """fp32 probabilities as 16-bit operand, two per instruction (a plain cast takes 1.5 per
-    element).
-    """
-    if dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True,
-            pack=2)  # fmt: skip
-    else:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True,
-            pack=2)  # fmt: skip
-    return gl.convert_layout(x, LAYOUT)
-
-
-@gluon.jit
-def _lane_sum(p, BLOCK_N: gl.constexpr):
-    """``[64, BLOCK_N]`` to ``[64, 4]``: each thread its own registers; lanes are added once per
-    item.
-    """
-    return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def _rescale(acc, decay, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """``acc *= decay`` behind one warp-uniform branch: with the lazy maximum, decay is nearly
-    always 1.
-    """
-    column = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, LAYOUT)), 1)
-    ASM: gl.constexpr = _RESCALE_ASM[D]
-    CONSTRAINTS: gl.constexpr = _RESCALE_CONSTRAINTS[D]
-    return gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, [acc, column.broadcast_to([64, D])], dtype=gl.float32, is_pure=True,
-        pack=D // 2)  # fmt: skip
-
-
-@gluon.jit
-def _turn(x, ID: gl.constexpr, SYNC: gl.constexpr):
-    """Named barrier of two warp-groups: SYNC waits for the turn, else passes it on."""
-    ASM: gl.constexpr = _TURN_ASM[ID * 2 + (1 if SYNC else 0)]
-    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _softmax(s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column,
-             MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
-             BLOCK_N: gl.constexpr):  # fmt: skip
-    """One block of the online softmax in base 2; `logit_scale` is scale / softcap with a cap."""
-    if SOFTCAP:
-        e = gl.exp2(s * (logit_scale * 2.8853900817779268))
-        s = softcap * (1.0 - 2.0 / (e + 1.0)) * LOG2E
-    if MASKED:
-        last = row_last - first_key
-        s = gl.where(gl.expand_dims(column, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
-        if BELOW:
-            first = row_begin - first_key
-            s = gl.where(gl.expand_dims(column, 0) >= gl.expand_dims(first, 1), s, float("-inf"))
-    if SOFTCAP:
-        m_new = gl.maximum(m, gl.max(s, axis=1))
-    else:
-        m_new = gl.maximum(m, gl.max(s, axis=1) * logit_scale)
-    if LAZY > 0:
-        m_new = gl.where(m_new - m > LAZY, m_new, m)
-    shift = m_new
-    if MASKED:
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    if SOFTCAP:
-        p = gl.exp2(s - gl.expand_dims(shift, 1))
-    else:
-        p = gl.exp2(s * logit_scale - gl.expand_dims(shift, 1))
-    decay = gl.exp2(m - shift)
-    LANES: gl.constexpr = total.type.layout
-    sums = gl.convert_layout(_lane_sum(p, BLOCK_N), LANES)
-    total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, LANES)), 1) + sums
-    return p, m_new, total, decay
-
-
-@gluon.jit
-def _clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """Zero the rows of a V block outside ``[begin, end)``, if there are any.
-
-    Every warp-group does so for itself: all write the same bytes, so none waits for another.
-    """
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    dirty = (first_key < begin) | (first_key + BLOCK_N > end)
-    for _ in range(dirty.to(gl.int32)):
-        for i in gl.static_range(BLOCK_N // 16):  # a few registers at a time
-            key = first_key + i * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, ROWS))
-            clean = gl.expand_dims((key >= begin) & (key < end), 1)
-            rows = v_block.slice(i * 16, 16, dim=0)
-            v = rows.load(ROWS)
-            rows.store(gl.where(clean, v, gl.zeros_like(v)))
-        fence_async_shared()
-        _thread_barrier()
-
-
-@gluon.jit
 def _step(
     acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
     row_begin, row_last, column, clean_begin, clean_end, logit_scale, softcap,
@@ -332,26 +132,26 @@ def _step(
     """QK of block `taken` and PV of the one before it (one block higher), issued together;
     softmax under PV.
     """
-    operand = _to_operand(p, dtype, P)
+    operand = to_operand(p, dtype, P)
     k_stage = taken % STAGES
     v_stage = (taken - 1) % STAGES
     mbarrier.wait(k_full.index(k_stage), (taken // STAGES) & 1)
     if TURNS:
-        _turn(taken, WARP_GROUP, True)
+        turn(taken, WARP_GROUP, True)
     s = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), p, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), ((taken - 1) // STAGES) & 1)
-    _clean_values(v_smem.index(v_stage), first_key + BLOCK_N, clean_begin, clean_end, BLOCK_N, D)
+    clean_values(v_smem.index(v_stage), first_key + BLOCK_N, clean_begin, clean_end, BLOCK_N, D)
     acc_next = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
     if TURNS:
-        _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
+        turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_stage), count=1)
-    p, m, total, decay = _softmax(
+    p, m, total, decay = softmax(
         s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column, MASKED, BELOW,
         SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
     acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = _rescale(acc, decay, D, ACC)
+    acc = rescale(acc, decay, D, ACC)
     return acc, m, total, p
 
 
@@ -386,11 +186,11 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
     taken = 0
     handed = 0
     if TURNS and WARP_GROUP == CONSUMERS - 1:
-        _turn(handed, 0, False)  # the first turn is the first warp-group's
+        turn(handed, 0, False)  # the first turn is the first warp-group's
     mbarrier.wait(q_full.index(0), 0)
     unit = gl.max(unit_smem.index(0).load(UNIT), axis=0)
     while unit < num_units:
-        item, head = _unit(unit, num_items, num_q_heads, head_major)
+        item, head = work_unit(unit, num_items, num_q_heads, head_major)
         item_ptr = items_ptr + item * COLUMNS
         q_begin = gl.load(item_ptr)
         q_len = gl.load(item_ptr + 1)
@@ -400,17 +200,17 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         item_k_end = gl.load(item_ptr + 5)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         acc = gl.zeros([64, D], gl.float32, ACC)
-        total = _lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
+        total = lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
         slot = handed % Q_STAGES
         if Q_IN_REGISTERS:
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP).load(Q)
             mbarrier.arrive(q_empty.index(slot), count=1)
         else:
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
-        for band in range(band_begin, band_end):
+        for number in range(band_begin, band_end):
             (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-             full_begin, full_end) = _band(
-                bands_ptr, band, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
+             full_begin, full_end) = band(
+                bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
                 COLUMNS)  # fmt: skip
             if block_end > block_begin:
                 # Blocks go downwards: masked ones above the full ones, those, masked ones below.
@@ -428,19 +228,19 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
                 stage = taken % STAGES
                 mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
                 if TURNS:
-                    _turn(taken, WARP_GROUP, True)
+                    turn(taken, WARP_GROUP, True)
                 s = warpgroup_mma(
                     q, k_smem.index(stage).permute((1, 0)), p, use_acc=False, is_async=True
                 )
                 if TURNS:
-                    _turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
+                    turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                p, m, total, decay = _softmax(
+                p, m, total, decay = softmax(
                     s, m, total, logit_scale, softcap, key, row_begin, row_last, column, True,
                     BELOW,
                     SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
-                acc = _rescale(acc, decay, D, ACC)
+                acc = rescale(acc, decay, D, ACC)
                 taken += 1
                 key -= BLOCK_N
                 for _above in range(num_above):
@@ -475,10 +275,10 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
                         taken += 1
                         key -= BLOCK_N
                 # The last block: PV only.
-                operand = _to_operand(p, dtype, P)
+                operand = to_operand(p, dtype, P)
                 stage = (taken - 1) % STAGES
                 mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
-                _clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
+                clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
                 acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
                 acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
                 mbarrier.arrive(v_empty.index(stage), count=1)
@@ -487,7 +287,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         handed += 1
 
         # Finish: max-logit, sink, lse, normalisation. What it needs is read again rather than kept.
-        item, head = _unit(unit, num_items, num_q_heads, head_major)
+        item, head = work_unit(unit, num_items, num_q_heads, head_major)
         q_begin = gl.load(items_ptr + item * COLUMNS)
         q_len = gl.load(items_ptr + item * COLUMNS + 1)
         row = q_begin + WARP_GROUP * 64 + lane
