@@ -24,8 +24,8 @@ VLLM_CPU_KVCACHE_SPACE ?= 2
 SERVE_VENV = $(if $(filter cuda,$(DEVICE)),$(CUDA_VENV),$(VENV))
 SERVE = $(if $(filter cpu,$(DEVICE)),VLLM_CPU_KVCACHE_SPACE=$(VLLM_CPU_KVCACHE_SPACE)) \
 	$(SERVE_VENV)/bin/magi-serve serve
-# Compiling a model of this size for a CPU takes longer than it saves.
-DEMO_ARGS = --served-model-name SmolLM2-135M-Instruct $(if $(filter cpu,$(DEVICE)),--enforce-eager)
+# On a CPU, compiling a model of this size takes longer than it saves, and bf16 is slower than fp32.
+DEMO_ARGS = --served-model-name SmolLM2-135M-Instruct $(if $(filter cpu,$(DEVICE)),--enforce-eager --dtype float32)
 
 # The folder a command runs in stays off sys.path: `kernels` here is not the package `kernels`.
 export PYTHONSAFEPATH := 1
