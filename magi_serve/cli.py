@@ -31,7 +31,7 @@ COMMANDS = {
     "bench": Command(
         "magi_serve.bench.cli",
         ("torch", "vllm"),
-        "measure: `serve` is vLLM end to end, by attention backend",
+        "measure: `attention` kernels beside others, `serve` vLLM end to end by backend",
     ),
 }
 

@@ -1,7 +1,9 @@
 """What every benchmark row carries, and how rows are shown."""
 
+import argparse
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,18 +13,32 @@ from typing import Any
 import magi_serve
 
 
-def machine() -> dict[str, str]:
-    """GPU, versions and commit: the part of a row that says where it was measured."""
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """The option ``--commit``, for machines that have the package but not its repository."""
+    parser.add_argument(
+        "--commit",
+        metavar="TEXT",
+        help="the commit that rows name where magi-serve does not run from a checkout",
+    )
+
+
+def machine(commit: str | None = None) -> dict[str, str]:
+    """GPU, versions and commit: the part of a row that says where it was measured.
+
+    Args:
+        commit: what to record where the package does not run from a checkout.
+    """
     import torch
 
     facts = {
         "magi_serve": magi_serve.__version__,
-        "commit": _commit(),
+        "commit": _commit() or commit or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _driver(),
     }
-    for package in ("triton", "vllm"):
+    for package in ("triton", "vllm", "flashinfer-python"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
@@ -30,13 +46,30 @@ def machine() -> dict[str, str]:
     return facts
 
 
-def _commit() -> str:
-    root = Path(magi_serve.__file__).parent
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+def _driver() -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "none"
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)\s", text)
+    return found[1] if found else "unknown"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is a part of, `-dirty` with changes; or None."""
+    git = ["git", "-C", str(Path(magi_serve.__file__).parent)]
+    commands = (
+        ["ls-files", "--error-unmatch", "__init__.py"],
+        ["describe", "--always", "--dirty", "--exclude=*"],
+    )
+    try:
+        said = [
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in commands
+        ]
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return None
+    return said[-1].strip() or None
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from magi_serve.bench.report import append_json, machine, table
+from magi_serve.bench.report import add_commit, append_json, machine, table
 from magi_serve.errors import ArgumentError
 
 DEFAULT_WORKLOADS = ("1x32768+1", "1x120000+1", "32x8192+128")
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-args", type=json.loads, default={}, help="JSON of further vllm.LLM arguments"
     )
     parser.add_argument("--json", type=Path, help="append one JSON line per row to this file")
+    add_commit(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                     "median_s": medians[b],
                     "all_s": seconds[b].get(workload, []),
                     "engine_args": args.engine_args,
-                    **machine(),
+                    **machine(args.commit),
                 }
                 for b in backends
             ]
