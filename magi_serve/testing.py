@@ -28,8 +28,8 @@ from magi_serve.types import (
     SinkSpec,
 )
 
-Layout = Literal["nhd", "hnd", "packed", "vllm", "pair", "layers"]
-LAYOUTS: tuple[Layout, ...] = ("nhd", "hnd", "packed", "vllm", "pair", "layers")
+Layout = Literal["nhd", "hnd", "padded", "packed", "vllm", "pair", "layers"]
+LAYOUTS: tuple[Layout, ...] = ("nhd", "hnd", "padded", "packed", "vllm", "pair", "layers")
 """How pages can lie in memory; see `make_pool`."""
 
 NO_PAGE = 2**31 - 1
@@ -81,9 +81,10 @@ def make_pool(
     """Pages full of poison: k and v views ``[num_pages, page_size, num_kv_heads, head_dim(_v)]``.
 
     Args:
-        layout: ``nhd``: each dense; ``hnd``: heads before a page's slots; ``packed``: k and v side
-            by side in one tensor; ``vllm``: packed, heads before slots; ``pair``: one tensor with
-            all of k before all of v; ``layers``: the second of three layers that share every page.
+        layout: ``nhd``: each dense; ``hnd``: heads before a page's slots; ``padded``: poison after
+            every head; ``packed``: k and v side by side in one tensor; ``vllm``: packed, heads
+            before slots; ``pair``: one tensor with all of k before all of v; ``layers``: the second
+            of three layers that share every page.
     """
 
     def full(*shape: int) -> Tensor:
@@ -94,6 +95,8 @@ def make_pool(
         return full(n, p, h, d), full(n, p, h, dv)
     if layout == "hnd":
         return full(n, h, p, d).transpose(1, 2), full(n, h, p, dv).transpose(1, 2)
+    if layout == "padded":
+        return full(n, p, h, d + 8)[..., :d], full(n, p, h, dv + 8)[..., :dv]
     if layout == "packed":
         both = full(n, p, h, d + dv)
         return both[..., :d], both[..., d:]

@@ -67,7 +67,7 @@ SHAPES = [
     Shape(40, 1, 64, 32, "hnd", BF16, max_logits=True),
     Shape(71, 1, 64, 16, "nhd", BF16),
     Shape(6, 6, 80, 48, "packed", BF16),
-    Shape(12, 4, 96, 64, "pair", BF16),
+    Shape(12, 4, 96, 64, "padded", BF16),
     Shape(16, 1, 72, 272, "layers", BF16, sink=True),
     Shape(8, 8, 112, 128, "vllm", BF16, sink=True, softcap=20.0, max_logits=True),
     Shape(6, 2, 32, 256, "hnd", BF16),
