@@ -111,8 +111,9 @@ def flex(inputs: Inputs, kernel: str | None) -> Prepared:
             seen = seen | ((key >= begin[row]) & (key < end[row]))
         return seen
 
-    block_mask = create_block_mask(
-        visible, None, None, case.num_tokens, sum(case.k_lens), device=str(device), _compile=True
+    # Compiled, so that the mask of every cell is never in memory.
+    block_mask = torch.compile(create_block_mask)(
+        visible, None, None, case.num_tokens, sum(case.k_lens), device=str(device)
     )
     compiled = torch.compile(flex_attention, dynamic=False)
 

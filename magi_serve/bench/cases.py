@@ -210,11 +210,13 @@ def parse(text: str) -> Case:
         _number(match["window"]) if match["window"] else None,
         mask,
     )
-    if not all(0 < q <= k for q, k in lens) or (mask and lens[0][0] < 32):
-        raise ArgumentError(
-            f"case {text!r} has {lens[0][0]} rows over {lens[0][1]} keys; expected at least one "
-            "row per sequence (32 for a mask of slices), and as many keys as rows or more"
-        )
+    few = 32 if mask else 1
+    for rows, keys in lens or [(0, 0)]:
+        if rows < few or rows > keys:
+            raise ArgumentError(
+                f"case {text!r} has {rows} rows over {keys} keys; expected at least one row per "
+                "sequence (32 for a mask of slices), and as many keys as rows or more"
+            )
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size, case.window)
     if 0 in sizes or case.num_q_heads % case.num_kv_heads:
         raise ArgumentError(

@@ -40,8 +40,8 @@ def rows() -> Iterator[Case]:
     yield from _group("mixed", mixed, {"fa3": 1.08})
     for page, target in ((16, 1.05), (64, 1.12), (128, 1.02)):
         yield from _group("chunk", [f"1x2k@128k/{D128}/page{page}"], {"fa3": target})
-    for heads in (D128, D64):
-        for count in (1, 4, 16, 64, 256):
+    for count in (1, 4, 16, 64, 256):
+        for heads in (D128, D64):
             for n in ("2k", *lengths):
                 yield from _decode(f"{count}x1@{n}/{heads}/page16")
     verify = [
