@@ -17,7 +17,7 @@ from magi_serve.types import AttentionOutput, SinkSpec
 def _weight(lse: Tensor, total: Tensor) -> Tensor:
     """``exp(lse - total)`` as a column over head_dim; 0 where a part saw no key, whatever it
     holds."""
-    return torch.where(torch.isfinite(lse), torch.exp(lse - total), 0.0)[..., None]
+    return torch.where(torch.isinf(lse), 0.0, torch.exp(lse - total))[..., None]
 
 
 def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) -> AttentionOutput:
@@ -51,13 +51,13 @@ def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) 
                 f"expected out {tuple(first.out.shape)} and lse {tuple(first.out.shape[:2])} as "
                 "in partials[0]"
             )
-    lses = [torch.where(torch.isfinite(p.lse), p.lse, float("-inf")) for p in partials]
+    lses = [torch.where(torch.isinf(p.lse), float("-inf"), p.lse) for p in partials]
     lse = torch.logsumexp(torch.stack(lses), dim=0)
     acc_dtype = torch.promote_types(first.out.dtype, torch.float32)
     out = torch.zeros(first.out.shape, dtype=acc_dtype, device=first.out.device)
     for part, part_lse in zip(partials, lses, strict=True):
         weight = _weight(part_lse, lse)
-        out += torch.where(weight > 0, part.out.to(acc_dtype), 0.0) * weight
+        out += torch.where(weight == 0, 0.0, part.out.to(acc_dtype)) * weight
     maxima = [p.max_logits for p in partials if p.max_logits is not None]
     max_logits = torch.stack(maxima).amax(0) if len(maxima) == len(partials) else None
     merged = AttentionOutput(out, lse, max_logits)

@@ -18,8 +18,10 @@ from magi_serve.errors import SettingsError
 ENV_PREFIX = "MAGI_SERVE_"
 CONFIG_KEY = "magi_serve"
 
-# Kubernetes gives pods such variables for a service called "magi-serve"; they are not settings.
-_KUBERNETES = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
+# Kubernetes gives pods such variables for a service called "magi-serve" or "magi-serve-...".
+_KUBERNETES = re.compile(
+    r"(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)"
+)
 
 
 class Settings(BaseModel):

@@ -69,6 +69,13 @@ def test_a_config_that_is_no_object_is_refused() -> None:
 def test_what_kubernetes_says_about_a_service_of_our_name_is_no_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP_ADDR"):
+    for name in (
+        "SERVICE_HOST",
+        "GPU_SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_8000_TCP_ADDR",
+    ):
         monkeypatch.setenv(f"MAGI_SERVE_{name}", "x")
     assert load_settings() == Settings()

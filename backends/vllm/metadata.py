@@ -123,6 +123,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             sinks=variant.sinks,
             softcap=variant.softcap,
             window=variant.window is not None,
+            even_rows=getattr(spec, "page_size_padded", None) is None,
         )
 
     def build(
@@ -152,6 +153,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                     max_decode_q_len=self.reorder_batch_threshold,
                     causal=batch.causal,
                     max_seqlen_k=batch.max_seq_len,
+                    max_keys=batch.block_table_tensor.shape[1] * self.kv_cache_spec.block_size,
                 )
             return plans[variant]
 

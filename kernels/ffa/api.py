@@ -183,7 +183,7 @@ def paged_attention(
         max_logits=return_max_logits,
     )
     if plan is not None:
-        _check_plan(plan, q.shape[0], window, kernel)
+        _check_plan(plan, q, kv, causal, window, kernel)
         kernel = plan.kernel
     spec = choose_kernel(problem, kernel)
     if not spec.planned:
@@ -245,6 +245,7 @@ def _plan_batch(
         num_decode_tokens=num_tokens if is_decode else 0,
         max_decode_q_len=mean_q_len,
         causal=causal,
+        max_keys=kv.page_table.shape[1] * kv.page_size,
     )
 
 
@@ -269,11 +270,11 @@ def _launch(
         maxima = torch.full(q.shape[1:2], float("-inf"), dtype=torch.float32, device=q.device)
     if q.shape[0]:
         sink_logits = None if sink is None else sink.combined().to(q.device).contiguous()
-        spec.load().run(
-            AttentionCall(
-                q, k, v, page_table, parts, softmax_scale, softcap, sink_logits, out, lse, maxima
-            )
+        call = AttentionCall(
+            q, k, v, page_table, parts, softmax_scale, softcap, sink_logits, out, lse, maxima
         )
+        with torch.cuda.device_of(q):  # kernels launch on the current device
+            spec.load().run(call)
     return AttentionOutput(out, lse, maxima)
 
 
@@ -335,7 +336,9 @@ def _even_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if k.ndim == 3:
         return True
     page, token, head, _ = k.stride()
-    return page % token == 0 and (k.shape[2] == 1 or head < token or head % token == 0)
+    return (
+        token > 0 and page % token == 0 and (k.shape[2] == 1 or head < token or head % token == 0)
+    )
 
 
 def _check_heads(
@@ -397,7 +400,8 @@ def _check_slices(slices: AttentionSlices, total_q: int, total_k: int) -> None:
 def _check_window(window: Window | None) -> None:
     if window is None:
         return
-    if len(window) != 2 or any(w is not None and (not isinstance(w, int) or w < 0) for w in window):
+    sides = window if isinstance(window, tuple | list) else ()
+    if len(sides) != 2 or any(w is not None and (type(w) is not int or w < 0) for w in sides):
         raise ArgumentError(
             f"window={window!r} is not accepted; expected None or (left, right), each a count of "
             "further keys >= 0 or None for unlimited"
@@ -423,17 +427,29 @@ def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
 
 
 def _check_plan(
-    plan: PagedPlan, num_tokens: int, window: Window | None, kernel: str | None
+    plan: PagedPlan,
+    q: Tensor,
+    kv: PagedKV,
+    causal: bool | Tensor,
+    window: Window | None,
+    kernel: str | None,
 ) -> None:
-    if plan.num_tokens != num_tokens:
+    shape = (q.shape[1], kv.num_kv_heads, q.shape[2], kv.v.shape[-1])
+    for what, planned, called in (
+        ("rows of q", plan.num_tokens, q.shape[0]),
+        ("sequences", plan.num_seqs, kv.seqlens_k.shape[0]),
+        ("(query heads, kv heads, head_dim, head_dim_v)", plan.shape, shape),
+        ("window", plan.window, window),
+    ):
+        if planned != called:
+            raise ArgumentError(
+                f"plan is for {what} {planned} and the call has {called}; plan this very batch, "
+                "with a planner for each window, or leave plan out"
+            )
+    tensors = isinstance(causal, Tensor) or isinstance(plan.causal, Tensor)
+    if plan.causal is not causal if tensors else bool(plan.causal) != bool(causal):
         raise ArgumentError(
-            f"plan is for {plan.num_tokens} tokens and q has {num_tokens}; plan this very batch, "
-            "or leave plan out"
-        )
-    if plan.window != window:
-        raise ArgumentError(
-            f"plan is for window={plan.window} and the call has window={window}; use a plan for "
-            "each window"
+            f"plan is for causal={plan.causal} and the call has causal={causal}; pass the same"
         )
     if kernel is not None and kernel != plan.kernel:
         raise ArgumentError(

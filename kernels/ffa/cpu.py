@@ -14,6 +14,8 @@ from magi_serve.types import AttentionProblem
 
 _KEYS_PER_STEP = 2048
 _SCORES_PER_BATCH = 1 << 23
+_GATHERED_PER_BATCH = 1 << 25
+"""Numbers of k and v that lie side by side at once: 128 MiB."""
 
 
 def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
@@ -29,7 +31,12 @@ def run(call: AttentionCall) -> None:
         while len(items):
             rows = int(items[:, 1].max())
             widest = int((items[:, 5] - items[:, 4]).max().clamp(1, _KEYS_PER_STEP))
-            count = max(1, _SCORES_PER_BATCH // (rows * call.q.shape[1] * widest))
+            per_key = call.k.shape[-2] * (call.k.shape[-1] + call.v.shape[-1])
+            count = min(
+                _SCORES_PER_BATCH // (rows * call.q.shape[1] * widest),
+                _GATHERED_PER_BATCH // (widest * per_key),
+            )
+            count = max(count, 1)
             _attend_batch(call, plan, items[:count])
             items = items[count:]
 

@@ -12,6 +12,7 @@ shared memory before use: probabilities there are 0, but what is stored may be N
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -114,11 +115,6 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
     mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
     unit_smem.index(slot).store(gl.full([32], num_units, gl.int32, UNIT))  # the end
     mbarrier.arrive(q_full.index(slot), count=1)
-    if (
-        gl.atomic_add(queue_ptr + 1, 1) == gl.num_programs(0) - 1
-    ):  # the last program readies the next launch
-        gl.store(queue_ptr, 0)
-        gl.store(queue_ptr + 1, 0)
 
 
 @gluon.jit
@@ -512,7 +508,9 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     )
     sink = call.sink
     num_items = plan.items.shape[0]
-    assert plan.queue is not None and q.stride(1) == head_dim
+    assert q.stride(1) == head_dim
+    # Counters of its own for every launch: launches may overlap, or be cut short.
+    queue = torch.zeros(2, dtype=torch.int32, device=q.device)
     _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
         _descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
         _descriptor(k, rows, columns, row_stride, [box, head_dim]),
@@ -521,7 +519,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         call.lse,
         call.lse if call.max_logits is None else call.max_logits,
         call.lse if sink is None else sink,
-        plan.queue,
+        queue,
         plan.items,
         plan.bands,
         plan.items if call.page_table is None else call.page_table,

@@ -86,8 +86,6 @@ class Plan:
         bands: ``[num_bands, ROW]`` int32, `BAND_COLUMNS`.
         items: ``[num_items, ROW]`` int32, `ITEM_COLUMNS`.
         reductions: ``[num_tiles, ROW]`` int32, `REDUCTION_COLUMNS`; None if no tile is split.
-        queue: ``[2]`` int32 zeros, counters of a `queued` kernel, which leaves zeros; else None.
-            Launches that overlap on different streams need plans of their own.
         bounded_below: whether some row's keys start after its band's first.
         head_major: whether all items of a head come before the next head's: for keys beyond L2.
     """
@@ -96,13 +94,8 @@ class Plan:
     bands: Tensor
     items: Tensor
     reductions: Tensor | None
-    queue: Tensor | None = None
     bounded_below: bool = True
     head_major: bool = True
-
-
-def _queue(config: TileConfig, device: torch.device) -> Tensor | None:
-    return torch.zeros(2, dtype=torch.int32, device=device) if config.queued else None
 
 
 L2_BYTES = 32 << 20
@@ -111,12 +104,19 @@ L2_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PagedPlan:
-    """The launches of one batch, made once per step and used by every layer with the same mask."""
+    """The launches of one batch, made once per step and used by every layer with the same mask.
+
+    What it was made for is kept beside them, so that a call with anything else is refused.
+    """
 
     parts: tuple[Plan, ...]
     kernel: str
     num_tokens: int
+    num_seqs: int
     window: Window | None
+    causal: bool | Tensor
+    shape: tuple[int, int, int, int]
+    """Query heads, kv heads, head_dim, head_dim_v."""
 
 
 def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
@@ -244,6 +244,7 @@ def paged_bands(
     num_tokens: int,
     causal: bool | Tensor,
     window: Window | None,
+    max_keys: int = UNBOUNDED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """First row, row past the last, and band of every sequence, and of the rows that follow them
     all.
@@ -256,7 +257,7 @@ def paged_bands(
         ``begin``, ``end`` ``[num_seqs + 1]`` and bands ``[num_seqs + 1, 5]``, int64.
     """
     left, right = window or (None, None)
-    begin = cu_seqlens_q.long()
+    begin = cu_seqlens_q.long().clamp(0, num_tokens)
     end = torch.nn.functional.pad(begin[1:], (0, 1), value=num_tokens)
     keys = torch.nn.functional.pad(seqlens_k.long(), (0, 1))
     offset = keys - end
@@ -268,6 +269,7 @@ def paged_bands(
     elif causal:
         hi = torch.minimum(hi, offset)
     seq = torch.arange(keys.shape[0], device=keys.device).clamp(max=max(keys.shape[0] - 2, 0))
+    keys = keys.clamp(max=max_keys)
     return begin, end, torch.stack([torch.zeros_like(keys), keys, lo, hi, seq], 1)
 
 
@@ -319,7 +321,6 @@ def plan_slices(
             plan.bands.to(device),
             plan.items.to(device),
             None if plan.reductions is None else plan.reductions.to(device),
-            _queue(config, device),
         )
     plan = slices.cache[key]
     assert isinstance(plan, Plan)
@@ -431,6 +432,7 @@ class PagedPlanner:
         max_decode_q_len: int,
         causal: bool | Tensor = True,
         max_seqlen_k: int | None = None,
+        max_keys: int = UNBOUNDED,
     ) -> PagedPlan:
         """Plan one batch, on the device, without a synchronisation.
 
@@ -444,14 +446,27 @@ class PagedPlanner:
             max_decode_q_len: see above.
             causal: bottom-right aligned; a bool, or a tensor ``[num_seqs]`` of them.
             max_seqlen_k: about the most keys of a sequence, where the host knows; orders work only.
+            max_keys: what a row of the page table holds; keys past it are never read.
 
         Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
         """
-        if not self.spec.planned:
-            return PagedPlan((), self.spec.name, num_tokens, self.window)
         num_seqs = seqlens_k.shape[0]
+
+        def made(parts: list[Plan]) -> PagedPlan:
+            p = self.problem
+            shape = (p.num_q_heads, p.num_kv_heads, p.head_dim, p.head_dim_v)
+            name, rows = self.spec.name, num_tokens
+            return PagedPlan(tuple(parts), name, rows, num_seqs, self.window, causal, shape)
+
+        if not self.spec.planned:
+            return made([])
         begin, end, bands = paged_bands(
-            cu_seqlens_q, seqlens_k, num_tokens=num_tokens, causal=causal, window=self.window
+            cu_seqlens_q,
+            seqlens_k,
+            num_tokens=num_tokens,
+            causal=causal,
+            window=self.window,
+            max_keys=max_keys,
         )
         only_decodes = num_decodes == num_seqs
         fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
@@ -489,7 +504,6 @@ class PagedPlanner:
                 table,
                 items,
                 reductions,
-                _queue(config, table.device),
                 bounded_below=self.window is not None and self.window[0] is not None,
                 head_major=kv_bytes > L2_BYTES,
             )
@@ -504,4 +518,4 @@ class PagedPlanner:
             ]
             if num_decodes:
                 parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))
-        return PagedPlan(tuple(parts), self.spec.name, num_tokens, self.window)
+        return made(parts)

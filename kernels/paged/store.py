@@ -59,7 +59,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     if kv.k.device.type == "cuda" or triton_interprets():
         from magi_serve.kernels.paged.triton_store import write_kv_triton
 
-        write_kv_triton(k, v, kv, slot_mapping.contiguous())
+        with torch.cuda.device_of(kv.k):  # kernels launch on the current device
+            write_kv_triton(k, v, kv, slot_mapping.contiguous())
     else:
         slots = slot_mapping.long()
         written = slots >= 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from magi_serve import AttentionSlices, SinkSpec, ffa_attention, paged_attention
+from magi_serve import AttentionSlices, PagedKV, SinkSpec, ffa_attention, paged_attention
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
 from magi_serve.kernels.ffa import cpu, reference
 from magi_serve.testing import make_dense, make_paged
@@ -235,11 +235,21 @@ def test_slices_past_the_operands_are_refused() -> None:
 
 def test_a_plan_for_something_else_is_refused() -> None:
     batch = make_paged([3, 1], [30, 8])
+    fewer = make_paged([4], [30])
     plan = batch.plan(batch.planner("cpu", (5, 0)), 0)
     arguments = {"q": batch.q, "kv": batch.kv, "cu_seqlens_q": batch.cu_seqlens_q, "plan": plan}
     for changes, match in (
-        ({"q": batch.q[:3], "window": (5, 0)}, r"plan is for 4 tokens and q has 3; plan this very"),
-        ({}, r"plan is for window=\(5, 0\) and the call has window=None; use a plan for each"),
+        ({"q": batch.q[:3], "window": (5, 0)}, r"plan is for rows of q 4 and the call has 3; plan"),
+        ({}, r"plan is for window \(5, 0\) and the call has None; plan this very batch"),
+        (
+            {"window": (5, 0), "q": torch.randn(4, 8, 64)},
+            r"head_dim_v\) \(4, 2, 64, 64\) and the call has \(8, 2, 64, 64\)",
+        ),
+        (
+            {"window": (5, 0), "kv": fewer.kv, "cu_seqlens_q": fewer.cu_seqlens_q},
+            r"plan is for sequences 2 and the call has 1",
+        ),
+        ({"window": (5, 0), "causal": False}, r"plan is for causal=True and the call has causal=F"),
         (
             {"window": (5, 0), "kernel": "reference"},
             r"plan is for kernel cpu and the call has kernel='reference'; name it to PagedPlanner",
@@ -282,3 +292,13 @@ def test_a_valid_call_would_have_been_launched() -> None:
     for call in (slices_call(), paged_call(), slices_call(kernel="reference")):
         with pytest.raises(pytest.fail.Exception, match="launched"):
             call()
+
+
+def test_sequences_longer_than_the_page_table_stop_at_its_edge() -> None:
+    batch = make_paged([2, 3], [64, 48], page_size=16)
+    table = batch.kv.page_table[:, :4]
+    kv = PagedKV(batch.kv.k, batch.kv.v, table, torch.tensor([100, 48], dtype=torch.int32))
+    got = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
+    kv = PagedKV(batch.kv.k, batch.kv.v, table, torch.tensor([64, 48], dtype=torch.int32))
+    wanted = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
+    assert torch.equal(got.out, wanted.out)

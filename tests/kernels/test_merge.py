@@ -156,3 +156,10 @@ def test_a_sink_of_other_heads_or_tokens_is_refused() -> None:
         merge([part(0)], sink=SinkSpec(torch.zeros(3)))
     with pytest.raises(ShapeError, match=r"logits for 5 tokens and q has 3"):
         merge([part(0)], sink=SinkSpec(torch.zeros(5, 1, 2)))
+
+
+def test_a_partial_of_nan_is_not_taken_for_an_empty_one() -> None:
+    good = AttentionOutput(torch.ones(2, 1, 4), torch.zeros(2, 1))
+    bad = AttentionOutput(torch.full((2, 1, 4), math.nan), torch.full((2, 1), math.nan))
+    merged = merge([good, bad])
+    assert bool(merged.lse.isnan().all()) and bool(merged.out.isnan().all())
