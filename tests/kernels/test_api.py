@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from magi_serve import AttentionSlices, PagedKV, SinkSpec, ffa_attention, paged_attention
+from magi_serve import AttentionSlices, SinkSpec, ffa_attention, paged_attention
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
 from magi_serve.kernels.ffa import cpu, reference
 from magi_serve.testing import make_dense, make_paged
@@ -292,13 +292,3 @@ def test_a_valid_call_would_have_been_launched() -> None:
     for call in (slices_call(), paged_call(), slices_call(kernel="reference")):
         with pytest.raises(pytest.fail.Exception, match="launched"):
             call()
-
-
-def test_sequences_longer_than_the_page_table_stop_at_its_edge() -> None:
-    batch = make_paged([2, 3], [64, 48], page_size=16)
-    table = batch.kv.page_table[:, :4]
-    kv = PagedKV(batch.kv.k, batch.kv.v, table, torch.tensor([100, 48], dtype=torch.int32))
-    got = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
-    kv = PagedKV(batch.kv.k, batch.kv.v, table, torch.tensor([64, 48], dtype=torch.int32))
-    wanted = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
-    assert torch.equal(got.out, wanted.out)

@@ -661,3 +661,13 @@ def test_nothing_synchronises_with_the_gpu(gpu_place: Place) -> None:
         attend()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sequences_longer_than_the_page_table_stop_at_its_edge() -> None:
+    batch = make_paged([2, 3], [64, 48], page_size=16)
+    table = batch.kv.page_table[:, :4]
+    kv = replace(batch.kv, page_table=table, seqlens_k=torch.tensor([100, 48], dtype=torch.int32))
+    got = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
+    kv = replace(batch.kv, page_table=table, seqlens_k=torch.tensor([64, 48], dtype=torch.int32))
+    wanted = paged_attention(batch.q, kv, batch.cu_seqlens_q, causal=False, kernel="cpu")
+    assert torch.equal(got.out, wanted.out)

@@ -58,7 +58,7 @@ def builder(
         ),
         model_config=SimpleNamespace(dtype=torch.float32),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
         speculative_config=speculative,
         use_v2_model_runner=False,
     )
