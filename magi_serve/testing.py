@@ -56,6 +56,24 @@ ON_GPU = Place("triton", "cuda", torch.bfloat16, max_q=300, max_k=3000, examples
 ON_HOPPER = Place("hopper", "cuda", torch.bfloat16, max_q=300, max_k=3000, examples=12)
 
 
+def examples(place: Place, times: float = 1.0) -> Any:
+    """Hypothesis settings for a place: so many examples, the same ones each time.
+
+    In the interpreter a failing example is not made smaller, which would take minutes.
+    """
+    from hypothesis import HealthCheck, Phase, settings
+
+    phases = set(Phase) - ({Phase.shrink} if place is IN_INTERPRETER else set())
+    return settings(
+        max_examples=round(times * place.examples),
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 def poisoned(
     shape: Sequence[int],
     dtype: torch.dtype,

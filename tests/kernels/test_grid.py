@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magi_serve import AttentionSlices, MaskType, ffa_attention, paged_attention
@@ -22,6 +22,7 @@ from magi_serve.testing import (
     assert_as_accurate_as_torch,
     check_paged,
     check_slices,
+    examples,
     make_dense,
     make_paged,
     make_sink,
@@ -101,17 +102,6 @@ def skip_unless_able(place: Place, shape: Shape) -> None:
         pytest.skip("; ".join(reasons))
 
 
-def examples(count: int) -> settings:
-    """So many, the same ones each time, however long they take."""
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 EDGES = sorted({n + d for n in (16, 32, 64, 128, 256) for d in (-1, 0, 1)} | {2, 3, 5, 7, 13, 97})
 
 
@@ -169,7 +159,7 @@ def masks(draw: st.DrawFn, batch: PagedBatch) -> dict[str, object]:
 def test_paged_attention_is_as_accurate_as_torch(any_place: Place, shape: Shape) -> None:
     skip_unless_able(any_place, shape)
 
-    @examples(any_place.examples)
+    @examples(any_place)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         batch, num_decodes = data.draw(batches(any_place, shape))
@@ -207,7 +197,7 @@ def any_shape(draw: st.DrawFn) -> Shape:
 
 
 def test_paged_attention_is_accurate_for_shapes_drawn_at_random(host_place: Place) -> None:
-    @examples(10 * host_place.examples)
+    @examples(host_place, times=10)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         shape = data.draw(any_shape())
@@ -235,7 +225,7 @@ def test_slices_are_as_accurate_as_torch(any_place: Place, shape: Shape) -> None
 
     fewest = 1 if any_place.kernel == "hopper" else 0  # no keys, no rows of even stride
 
-    @examples(any_place.examples)
+    @examples(any_place)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         total_q = data.draw(lengths(any_place.max_q))

@@ -259,6 +259,15 @@ def test_buffers_of_decodes_keep_their_addresses_and_forget_larger_batches() -> 
     assert torch.equal(small.reductions, wanted.reductions)
 
 
+def test_a_smaller_batch_leaves_no_work_behind_in_the_tables_of_a_larger_one() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64, min_share=1), max_tokens=16, max_seqs=8)
+    large = plan_batch(planner, [1] * 8, [5000] * 8, 8).parts[0]
+    small = plan_batch(planner, [1] * 2, [9, 30], 2).parts[0]
+    assert used(large).tolist() == used(small).tolist()
+    assert large.reductions is not None and small.reductions is not None
+    assert int(large.reductions[:, 3].sum()) == int(small.reductions[:, 3].sum())
+
+
 def test_batches_larger_than_the_buffers_get_tables_of_their_own() -> None:
     planner = Planner(TileConfig(4, 16, programs=64), max_tokens=4, max_seqs=4)
     kept = plan_batch(planner, [1] * 4, [50] * 4, 4).parts[0]

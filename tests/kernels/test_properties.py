@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from magi_serve.testing import (
     Place,
     check_paged,
     check_slices,
+    examples,
     make_dense,
     make_paged,
     make_sink,
@@ -51,16 +52,6 @@ PATHS: dict[str, tuple[list[int], list[int], bool]] = {
 """Query lengths, key lengths, and whether the sequences are planned as decodes."""
 
 paths = pytest.mark.parametrize("path", PATHS)
-
-
-def examples(place: Place) -> settings:
-    return settings(
-        max_examples=max(5, place.examples),
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def batch_on(place: Place, path: str, **options: Any) -> PagedBatch:
@@ -105,7 +96,7 @@ def test_splitting_keys_anywhere_and_merging_changes_nothing(place: Place) -> No
     sink = make_sink("several", 7, 4, device=place.device)
     whole, with_sink = part(0, 80), part(0, 80, sink)
 
-    @examples(place)
+    @examples(place, times=1.5)
     @given(st.lists(st.integers(0, 80), max_size=4), st.randoms(use_true_random=False))
     def run(cuts: list[int], random: Any) -> None:
         bounds = [0, *sorted(cuts), 80]

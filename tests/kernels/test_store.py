@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magi_serve import PagedKV, write_kv
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.kernels.paged.reference import gather_pages, write_kv_ref
-from magi_serve.testing import LAYOUTS, Layout, Place, make_pool, poisoned
+from magi_serve.testing import LAYOUTS, Layout, Place, examples, make_pool, poisoned
 
 HEADS, DIM, DIM_V = 2, 24, 16
 
@@ -120,13 +120,7 @@ def test_no_slot_to_write_changes_nothing(place: Place, slots: list[int]) -> Non
 
 
 def test_random_batches_are_written_as_the_reference_writes_them(place: Place) -> None:
-    @settings(
-        max_examples=2 * place.examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @examples(place, times=2)
     @given(
         st.sampled_from(LAYOUTS),
         st.lists(st.integers(0, 63), max_size=24, unique=True),
