@@ -51,7 +51,7 @@ class Place:
 
 
 ON_CPU = Place("cpu", "cpu", torch.float32, max_q=140, max_k=350, examples=8)
-IN_INTERPRETER = Place("triton", "cpu", torch.float16, max_q=40, max_k=130, examples=3)
+IN_INTERPRETER = Place("triton", "cpu", torch.float16, max_q=40, max_k=130, examples=4)
 ON_GPU = Place("triton", "cuda", torch.bfloat16, max_q=300, max_k=3000, examples=12)
 ON_HOPPER = Place("hopper", "cuda", torch.bfloat16, max_q=300, max_k=3000, examples=12)
 

@@ -4,7 +4,7 @@ accepts must also change what that path computes.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -137,6 +137,32 @@ def test_the_same_call_gives_the_same_bits(any_place: Place, path: str) -> None:
     batch = batch_on(any_place, path)
     first = attend_on(any_place, path, batch)
     assert_bit_equal(first, attend_on(any_place, path, batch))
+
+
+@pytest.fixture
+def many_programs(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a chip with more multiprocessors than a reduction takes shares at once."""
+    if place.kernel != "triton":
+        yield
+        return
+    from magi_serve.kernels.ffa import triton_attention
+
+    monkeypatch.setattr(triton_attention, "num_sms", lambda device: 30)
+    triton_attention.tile_config.cache_clear()
+    yield
+    triton_attention.tile_config.cache_clear()
+
+
+@pytest.mark.usefixtures("many_programs")
+def test_any_number_of_shares_is_put_together(place: Place) -> None:
+    batch = make_paged(
+        [1], [7000], num_q_heads=8, num_kv_heads=1, dtype=place.dtype, device=place.device
+    )
+    plan = batch.plan(batch.planner(place.kernel), 1)
+    shares = int((plan.parts[0].items[:, 1] > 0).sum())
+    assert shares > 20 or place.kernel == "cpu"
+    for sink in (None, make_sink("one", 1, 8, device=place.device)):
+        check_paged(batch, kernel=place.kernel, num_decodes=1, sink=sink)
 
 
 # Sinks
