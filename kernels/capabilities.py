@@ -1,5 +1,4 @@
-"""What each attention kernel can do: one row per implementation, and everything else derived from
-it.
+"""What each attention kernel can do: a row per implementation; all else is derived from them.
 
 Kernel choice, the vLLM backend's ``supports_*`` answers, ``magi-serve doctor`` and the text of
 errors all ask `KernelSpec.why_not`. To add or change support, change a row here; there is no
@@ -58,6 +57,8 @@ class KernelSpec:
         page_multiple: page sizes must be a multiple of this.
         page_tile: page sizes must divide this or be a multiple of it; 0 for no such bound.
         even_rows: whether operands must be rows of one stride, aligned to 16 bytes (TMA).
+        needs_triton: whether it is written in Triton or Gluon.
+        interpretable: whether Triton's interpreter runs it on the CPU.
         planned: whether it runs over a plan of work items (`kernels.ffa.plan`).
         summary: one line for people.
     """
@@ -75,14 +76,16 @@ class KernelSpec:
     page_multiple: int = 1
     page_tile: int = 0
     even_rows: bool = False
+    needs_triton: bool = False
+    interpretable: bool = False
     planned: bool = True
 
     def why_not(self, problem: AttentionProblem) -> list[str]:
         """The reasons why this kernel cannot do `problem`; empty means that it can."""
         reasons = []
-        if self.name in ("hopper", "triton") and (missing := _triton_problem()):
+        if self.needs_triton and (missing := _triton_problem()):
             reasons.append(missing)
-        interpreted = self.name == "triton" and problem.device == "cpu" and triton_interprets()
+        interpreted = self.interpretable and problem.device == "cpu" and triton_interprets()
         if problem.device not in self.devices and not interpreted:
             reasons.append(
                 f"device {problem.device} is not supported (accepts {', '.join(self.devices)})"
@@ -172,6 +175,7 @@ SPECS: tuple[KernelSpec, ...] = (
         page_multiple=16,
         page_tile=128,
         even_rows=True,
+        needs_triton=True,
         summary="warp-specialised Gluon for prefill on Hopper, Triton for decode",
     ),
     KernelSpec(
@@ -183,6 +187,8 @@ SPECS: tuple[KernelSpec, ...] = (
         head_dim_multiple=8,
         min_arch=80,
         page_multiple=16,
+        needs_triton=True,
+        interpretable=True,
         summary="portable Triton: wgmma on Hopper, tcgen05 on Blackwell, mma.sync on Ampere",
     ),
     KernelSpec(

@@ -6,10 +6,8 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +24,7 @@ from magi_serve import (
 )
 from magi_serve.kernels.capabilities import SPECS
 from magi_serve.types import AttentionProblem
-from magi_serve.versions import versions
-
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+from magi_serve.versions import nvidia_driver, versions
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +55,7 @@ def diagnose() -> dict[str, Any]:
     gpus = _gpus()
     return {
         "versions": versions(),
-        "driver": _driver(),
+        "driver": nvidia_driver(),
         "gpus": gpus,
         "kernels": [_kernel(spec, gpus) for spec in SPECS],
         "vllm": _vllm(),
@@ -187,15 +183,6 @@ def _gpus() -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _driver() -> str | None:
-    """The NVIDIA driver's version, where the kernel module says it."""
-    try:
-        said = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER_FILE.read_text())
-    except OSError:
-        return None
-    return said[1] if said else None
 
 
 def _kernel(spec: Any, gpus: list[dict[str, Any]]) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class AttentionSlices:
         """Refuse overlapping slices.
 
         Two bands share a cell iff their rectangles intersect and some diagonal ``key - row`` that
-        crosses the intersection lies within both bands: a closed form, so pairs are checked in
-            bulk.
+        crosses the intersection lies within both bands: a closed form, checked for many pairs at
+        once.
         """
         bands = self.bands()
         order = np.argsort(bands[:, 0], kind="stable")

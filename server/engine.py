@@ -168,13 +168,12 @@ def refuse_model(args: Namespace) -> None:
     except SettingsError:
         raise
     except (MagiServeError, ImportError, ValueError) as error:
-        reasons = str(error).removesuffix(f"; {WAY_OUT}")  # of `vllm serve`; ours is another
-        raise ServeError(f"{reasons}; {LEAVE_TO_VLLM} leaves the choice to vLLM") from error
+        raise ServeError(f"{str(error).removesuffix(f'; {WAY_OUT}')}; {WAY_OUT}") from error
     if not backend.__module__.startswith("magi_serve."):
         raise ServeError(
             f"vLLM would run {backend.__qualname__}, for it has not loaded our plugin: install "
             "magi-serve (to have it on the path is not enough), and if VLLM_PLUGINS is set, name "
-            f"magi_serve in it; {LEAVE_TO_VLLM} leaves the choice to vLLM"
+            f"magi_serve in it; {WAY_OUT}"
         )
     logger.info("attention by magi-serve (%s); %s lets vLLM choose", OUR_BACKEND, LEAVE_TO_VLLM)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from magi_serve import AttentionOutput, doctor
+from magi_serve import AttentionOutput, doctor, versions
 from magi_serve.kernels.capabilities import KERNEL_NAMES
 
 
@@ -94,10 +94,10 @@ def test_the_driver_version_is_read(
     text: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "version"
-    monkeypatch.setattr(doctor, "_DRIVER_FILE", file)
-    assert doctor._driver() is None
+    monkeypatch.setattr(versions, "DRIVER_FILE", file)
+    assert versions.nvidia_driver() is None
     file.write_text(text)
-    assert doctor._driver() == "570.86.15"
+    assert versions.nvidia_driver() == "570.86.15"
 
 
 @pytest.mark.vllm

@@ -1,8 +1,6 @@
-"""The public attention functions: check once on the host, describe the problem, choose a kernel,
-launch.
+"""The public attention functions: check once, describe the problem, choose a kernel, launch.
 
-Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel may assume all of
-them.
+Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel may rely on them.
 """
 
 import math
@@ -41,8 +39,8 @@ def ffa_attention(
     """Flex-Flash-Attention: attention of packed q over packed k and v under a list of mask slices.
 
     ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys that the
-    slices show to row ``i``, ``s_ij = cap(softmax_scale * q_i·k_j)``, ``cap(x) = softcap * tanh(x
-    / softcap)``.
+    slices show to row ``i``, where ``s_ij = cap(softmax_scale * q_i·k_j)`` and
+    ``cap(x) = softcap * tanh(x / softcap)``.
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.

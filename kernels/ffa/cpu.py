@@ -1,8 +1,7 @@
 """Attention on the CPU: many items at once in batched torch products, fp32 throughout.
 
-Items come longest first, so neighbours are of like length: as many as fit a budget of scores form
-    one
-batch, their keys are gathered side by side and one online softmax walks them in steps.
+Items come longest first, so neighbours are of like length: as many as fit a budget of scores and
+gathered keys form one batch, and one online softmax walks their keys in steps.
 """
 
 import torch

@@ -52,7 +52,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
               stride_pages, page_rows, head_rows,
               D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
               STAGES: gl.constexpr, PAGE: gl.constexpr,
-              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, head_major: gl.constexpr,
+              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, head_major,
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -159,7 +159,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
               D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
               BELOW: gl.constexpr, HAS_SINK: gl.constexpr, SOFTCAP: gl.constexpr,
               MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr,
-              Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, head_major: gl.constexpr,
+              Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, head_major,
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr, CONSUMERS: gl.constexpr,
               WARP_GROUP: gl.constexpr):  # fmt: skip
@@ -459,9 +459,8 @@ def _hopper_prefill_kernel(
 def _registers(consumers: int, programs_per_sm: int, boxes: int) -> tuple[int, int, int]:
     """Registers of a consumer thread, of a producer thread, and per thread at launch.
 
-    Triton gives every warp the launch count,
-    then moves registers between warp-groups: what consumers
-    gain, the producer's group must hold. A producer that tracks many pages needs more.
+    Triton gives every warp the launch count, then moves registers between warp-groups: what
+    consumers gain, the producer's group must hold. A producer that tracks many pages needs more.
     """
     many = boxes > 2
     if consumers == 2:
@@ -509,8 +508,8 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     sink = call.sink
     num_items = plan.items.shape[0]
     assert q.stride(1) == head_dim
-    # Counters of its own for every launch: launches may overlap, or be cut short.
-    queue = torch.zeros(2, dtype=torch.int32, device=q.device)
+    # A counter of its own for every launch: launches may overlap, or be cut short.
+    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
         _descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
         _descriptor(k, rows, columns, row_stride, [box, head_dim]),

@@ -5,16 +5,13 @@ A *band* is a key range and a diagonal range: row ``i`` sees the keys of ``[k_be
 sequence and keys count from the sequence's start; for slices keys count through the packed k.
 
 A *tile* is up to ``tile_q`` consecutive query rows that share the same bands. An *item* is a tile
-with a
-range of keys: the whole of what the tile sees, or one of several equal shares (split KV), whose
-    partial
-results a *reduction* puts together. Heads are not in the plan: a kernel repeats every item for
-each head.
+with a range of keys: the whole of what the tile sees, or one of several equal shares (split KV),
+whose partial results a *reduction* puts together. Heads are not in the plan: a kernel repeats
+every item for each head.
 
 Everything here is vectorised torch on the device where the lengths are: no host synchronisation,
-    tables
-of a size that depends only on host counts, so that captured CUDA graphs can be replayed over them.
-Unused entries have no rows (``q_len == 0``).
+tables of a size that depends only on host counts, so that captured CUDA graphs can be replayed over
+them. Unused entries have no rows (``q_len == 0``).
 """
 
 from dataclasses import dataclass, replace
@@ -133,8 +130,7 @@ def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
 
 
 def _expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists every unit of `counts`: its owner, its number within the owner, and whether it
-    exists."""
+    """Every unit of `counts`: its owner, its number within the owner, and whether it exists."""
     ends = counts.cumsum(0)
     unit = torch.arange(capacity, device=counts.device)
     owner = torch.searchsorted(ends, unit, right=True)
@@ -231,8 +227,7 @@ class Buffers:
 
 
 def head_blocks(problem: AttentionProblem, config: TileConfig) -> int:
-    """Programs per item: kv heads, times chunks of a kv head's query heads where one has too
-    many."""
+    """Programs per item: kv heads, times the chunks that the query heads of each are cut into."""
     groups = problem.num_q_heads // problem.num_kv_heads
     return problem.num_kv_heads * -(-groups // config.group_rows(groups))
 
@@ -246,8 +241,7 @@ def paged_bands(
     window: Window | None,
     max_keys: int = UNBOUNDED,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First row, row past the last, and band of every sequence, and of the rows that follow them
-    all.
+    """First row, row past the last, and band of every sequence, and of the rows after them all.
 
     A query row's position is bottom-right aligned: the last row sits at the last key. Rows from
     ``cu_seqlens_q[-1]`` to `num_tokens` form one more entry that sees no key, so that they come

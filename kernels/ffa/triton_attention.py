@@ -2,12 +2,9 @@
 
 A program takes one item for one kv head. Its rows are query rows times the query heads of that kv
 head (packed GQA), so that keys are read once for all of them. For each band of the item it walks
-blocks of
-keys in one online softmax, in base 2: masked blocks at the edges, unmasked ones between. The
-    finalizer
-applies sink, lse and normalisation once, for whoever holds the complete state: the program itself,
-    or
-the reduction where keys were split.
+blocks of keys in one online softmax, in base 2: masked blocks at the edges, unmasked ones between.
+The finalizer applies sink, lse and normalisation once, for whoever holds the complete state: the
+program itself, or the reduction where keys were split.
 
 Triton turns the products into wgmma on Hopper, tcgen05 on Blackwell and mma.sync elsewhere.
 """
@@ -35,6 +32,18 @@ def _capped(x, softcap):
     e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t) * (softcap * LOG2E)
+
+
+@triton.jit
+def _load_rows(at, live, offs_d, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of k or v at the pointers `at`; with MASKED, zeros for rows that are not `live`."""
+    if MASKED:
+        x = tl.load(at, mask=live[:, None] & (offs_d < DIM)[None, :], other=0.0)
+    elif DIM == BLOCK:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(offs_d < DIM)[None, :], other=0.0)
+    return x
 
 
 @triton.jit
@@ -75,12 +84,7 @@ def _walk_blocks(
             v_row = page * stride_v_p + (key % PAGE).to(tl.int64) * stride_v_t
         k_at = k_ptr + k_row[:, None] + offs_d[None, :]
         v_at = v_ptr + v_row[:, None] + offs_dv[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
-        elif D == BLOCK_D:
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(offs_d < D)[None, :], other=0.0)
+        k = _load_rows(k_at, live, offs_d, D, BLOCK_D, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             s = _capped(s * logit_scale, softcap)
@@ -97,12 +101,7 @@ def _walk_blocks(
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         m = m_new
-        if MASKED:
-            v = tl.load(v_at, mask=live[:, None] & (offs_dv < DV)[None, :], other=0.0)
-        elif DV == BLOCK_DV:
-            v = tl.load(v_at)
-        else:
-            v = tl.load(v_at, mask=(offs_dv < DV)[None, :], other=0.0)
+        v = _load_rows(v_at, live, offs_dv, DV, BLOCK_DV, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m, total
 

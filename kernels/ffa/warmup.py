@@ -4,7 +4,6 @@ What selects a specialisation is known from host counts: the tiling of each part
 keys are split. Batches of growing size are planned, and one of each kind is launched on zeros.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -47,33 +46,32 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
     logits = torch.zeros(problem.sinks, problem.num_q_heads, device=planner.device)
     sink = SinkSpec(logits) if problem.sinks else None
     launched: set[tuple[object, ...]] = set()
-    for batch, (q_lens, is_decode) in _batches(planner, max_tokens, max_decode_q_len):
-        kind = tuple((part.config, part.reductions is None) for part in batch.parts)
+    for plan, cu_seqlens_q, seqlens_k in _batches(planner, max_tokens, max_decode_q_len):
+        kind = tuple((part.config, part.reductions is None) for part in plan.parts)
         if kind in launched:
             continue
         launched.add(kind)
         q = torch.zeros(
-            batch.num_tokens,
+            plan.num_tokens,
             problem.num_q_heads,
             problem.head_dim,
             dtype=problem.q_dtype,
             device=planner.device,
         )
-        cu_seqlens_q, seqlens_k = _lengths(q_lens, planner.device)
-        columns = -(-max(q_lens) // problem.page_size)
-        table = torch.zeros(len(q_lens), columns, dtype=torch.int32, device=planner.device)
+        columns = -(-plan.num_tokens // problem.page_size)
+        table = torch.zeros(plan.num_seqs, columns, dtype=torch.int32, device=planner.device)
+        kv = PagedKV(k, v, table, seqlens_k)
         paged_attention(
             q,
-            PagedKV(k, v, table, seqlens_k),
+            kv,
             cu_seqlens_q,
             window=planner.window,
             softcap=1.0 if problem.softcap else 0.0,
             sink=sink,
-            plan=batch,
+            plan=plan,
         )
-        logger.debug("warm: %s of %d rows", "decode" if is_decode else "prefill", batch.num_tokens)
     slots = torch.full((1,), -1, dtype=torch.int64, device=planner.device)
-    write_kv(k[0, :1], v[0, :1], PagedKV(k, v, table, seqlens_k), slots)
+    write_kv(k[0, :1], v[0, :1], kv, slots)
     logger.info(
         "kernel %s: %d kinds of batches ready in %.1f s",
         planner.spec.name,
@@ -83,23 +81,20 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
     return len(launched)
 
 
-def _lengths(q_lens: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = [0, *itertools.accumulate(q_lens)]
-    return (
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor(q_lens, dtype=torch.int32, device=device),
-    )
-
-
 def _batches(
     planner: PagedPlanner, max_tokens: int, max_decode_q_len: int
-) -> Iterator[tuple[PagedPlan, tuple[list[int], bool]]]:
-    """Plans of decodes, then of one prefill, of sizes that double up to the largest."""
+) -> Iterator[tuple[PagedPlan, torch.Tensor, torch.Tensor]]:
+    """Plans of decodes, then of one prefill, of sizes that double up to the largest.
+
+    Yields:
+        The plan, ``cu_seqlens_q`` and ``seqlens_k``; sequences have as many keys as rows.
+    """
     sizes = [1 << i for i in range(max(max_tokens, planner.max_seqs).bit_length())]
     for is_decode, most in ((True, planner.max_seqs), (False, max_tokens)):
         for size in sorted({min(size, most) for size in sizes}):
-            q_lens = [1] * size if is_decode else [size]
-            cu_seqlens_q, seqlens_k = _lengths(q_lens, planner.device)
+            q_lens = torch.tensor([1] * size if is_decode else [size], dtype=torch.int32)
+            starts = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            cu_seqlens_q, seqlens_k = starts.to(planner.device), q_lens.to(planner.device)
             plan = planner.plan(
                 cu_seqlens_q,
                 seqlens_k,
@@ -108,4 +103,4 @@ def _batches(
                 num_decode_tokens=size if is_decode else 0,
                 max_decode_q_len=max_decode_q_len,
             )
-            yield plan, (q_lens, is_decode)
+            yield plan, cu_seqlens_q, seqlens_k

@@ -1,9 +1,8 @@
 """What every benchmark row carries, and how rows are shown."""
 
 import argparse
+import contextlib
 import json
-import platform
-import re
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import magi_serve
+from magi_serve.versions import nvidia_driver, versions
 
 
 def add_commit(parser: argparse.ArgumentParser) -> None:
@@ -30,29 +30,14 @@ def machine(commit: str | None = None) -> dict[str, str]:
     """
     import torch
 
-    facts = {
-        "magi_serve": magi_serve.__version__,
+    found = {**versions(), "driver": nvidia_driver()}
+    with contextlib.suppress(PackageNotFoundError):
+        found["flashinfer"] = version("flashinfer-python")
+    return {
+        **{name: said or "not installed" for name, said in found.items()},
         "commit": _commit() or commit or "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "driver": _driver(),
     }
-    for package in ("triton", "vllm", "flashinfer-python"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
-
-
-def _driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return "none"
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)\s", text)
-    return found[1] if found else "unknown"
 
 
 def _commit() -> str | None:
