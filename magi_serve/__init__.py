@@ -9,14 +9,15 @@ if TYPE_CHECKING:
     from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
     from magi_serve.kernels.merge import merge
     from magi_serve.kernels.paged.store import write_kv
-    from magi_serve.types import AttentionOutput, AttentionSlices, MaskType, PagedKV, SinkSpec
+    from magi_serve.masks import AttentionSlices, MaskType
+    from magi_serve.types import AttentionOutput, PagedKV, SinkSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AttentionOutput": "magi_serve.types",
-    "AttentionSlices": "magi_serve.types",
-    "MaskType": "magi_serve.types",
+    "AttentionSlices": "magi_serve.masks",
+    "MaskType": "magi_serve.masks",
     "PagedKV": "magi_serve.types",
     "SinkSpec": "magi_serve.types",
     "ffa_attention": "magi_serve.kernels.ffa.api",

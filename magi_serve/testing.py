@@ -17,16 +17,11 @@ import torch
 from torch import Tensor
 
 from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
-from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Window
+from magi_serve.kernels.ffa.plan import PagedPlan, Window
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.reference import ffa_attention_ref, paged_attention_ref
-from magi_serve.types import (
-    AttentionOutput,
-    AttentionProblem,
-    AttentionSlices,
-    MaskType,
-    PagedKV,
-    SinkSpec,
-)
+from magi_serve.masks import AttentionSlices, MaskType
+from magi_serve.types import AttentionOutput, AttentionProblem, PagedKV, SinkSpec
 
 Layout = Literal["nhd", "hnd", "padded", "packed", "vllm", "pair", "layers"]
 LAYOUTS: tuple[Layout, ...] = ("nhd", "hnd", "padded", "packed", "vllm", "pair", "layers")

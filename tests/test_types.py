@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import pickle
+import time
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_serve import AttentionSlices, MaskType, PagedKV, SinkSpec
+from magi_serve import AttentionSlices, MaskType, PagedKV, SinkSpec, ffa_attention
 from magi_serve.errors import ArgumentError, DTypeError, ShapeError
+from magi_serve.masks import UNBOUNDED
 from magi_serve.testing import make_slices
-from magi_serve.types import UNBOUNDED, AttentionProblem
+from magi_serve.types import AttentionProblem
 
 many = settings(max_examples=300, derandomize=True, deadline=None, database=None)
 
@@ -93,9 +96,22 @@ def test_slices_that_show_nothing_never_overlap() -> None:
 def test_many_slices_are_checked_quickly() -> None:
     start = np.arange(20_000) * 10
     rows = np.stack([start, start + 10], 1)
-    AttentionSlices(rows, rows, np.ones(20_000, dtype=np.int64))
     shared = np.stack([start * 0, start * 0 + 10], 1)
+    began = time.process_time()
+    AttentionSlices(rows, rows, np.ones(20_000, dtype=np.int64))
     AttentionSlices(rows, shared)
+    AttentionSlices(shared, rows)
+    assert time.process_time() - began < 2
+    with pytest.raises(ArgumentError, match="slices 3 and 20000 overlap"):
+        AttentionSlices([*shared, (2, 5)], [*rows, (33, 36)])
+
+
+def test_a_mask_can_be_pickled_after_its_use() -> None:
+    slices = AttentionSlices([(0, 4)], [(0, 4)], [MaskType.CAUSAL])
+    q = torch.randn(4, 1, 8)
+    out = ffa_attention(q, q, q, slices).out
+    again: AttentionSlices = pickle.loads(pickle.dumps(slices))
+    assert torch.equal(ffa_attention(q, q, q, again).out, out)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from vllm.v1.attention.backend import (
 from magi_serve.backends.vllm import compat
 from magi_serve.errors import NoKernelError
 from magi_serve.kernels.capabilities import SPECS
-from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Window
+from magi_serve.kernels.ffa.plan import PagedPlan, Window
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.warmup import warm_up
 from magi_serve.types import AttentionProblem
 

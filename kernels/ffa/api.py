@@ -12,16 +12,12 @@ from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.kernels.capabilities import KernelSpec
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.kernels.ffa.call import AttentionCall
-from magi_serve.kernels.ffa.plan import (
-    PagedPlan,
-    PagedPlanner,
-    Plan,
-    Window,
-    normal_window,
-    plan_slices,
-)
+from magi_serve.kernels.ffa.plan import PagedPlan, Plan, Window, normal_window
+from magi_serve.kernels.ffa.planner import PagedPlanner
+from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.merge import check_sink
-from magi_serve.types import AttentionOutput, AttentionProblem, AttentionSlices, PagedKV, SinkSpec
+from magi_serve.masks import AttentionSlices
+from magi_serve.types import AttentionOutput, AttentionProblem, PagedKV, SinkSpec
 
 
 def ffa_attention(

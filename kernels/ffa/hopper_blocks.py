@@ -96,9 +96,9 @@ def page_ids(pages_ptr, block, last_page, PAGE: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def load_block(desc, smem, bar, ids, block, base, kv_head, page_rows, head_rows,
-                PAGE: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_COLUMNS: gl.constexpr):  # fmt: skip
+                PAGE: gl.constexpr, BLOCK_N: gl.constexpr, head_columns):  # fmt: skip
     """One key block by TMA: one box, or one per page."""
-    column = kv_head * HEAD_COLUMNS
+    column = kv_head * head_columns
     if PAGE == 0:
         mbarrier.expect(bar, desc.block_type.nbytes)
         tma_load(desc, [base + block * BLOCK_N, column], bar, smem)

@@ -52,7 +52,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
               stride_pages, page_rows, head_rows,
               D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
               STAGES: gl.constexpr, PAGE: gl.constexpr,
-              GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, head_major,
+              GROUPS: gl.constexpr, head_columns, head_major,
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -101,11 +101,11 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
                     mbarrier.wait(k_empty.index(stage), phase ^ 1)
                     load_block(k_desc, k_smem.index(stage), k_full.index(stage), ids, block,
                         base, kv_head,
-                                page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
+                                page_rows, head_rows, PAGE, BLOCK_N, head_columns)  # fmt: skip
                     mbarrier.wait(v_empty.index(stage), phase ^ 1)
                     load_block(v_desc, v_smem.index(stage), v_full.index(stage), ids, block,
                         base, kv_head,
-                                page_rows, head_rows, PAGE, BLOCK_N, HEAD_COLUMNS)  # fmt: skip
+                                page_rows, head_rows, PAGE, BLOCK_N, head_columns)  # fmt: skip
                     following = page_ids(
                         pages_ptr, gl.maximum(block - 1, block_begin), last_page, PAGE, BLOCK_N
                     )
@@ -327,6 +327,7 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         "stride_sink_t",
         "page_rows",
         "head_rows",
+        "head_columns",
     ]
 )
 def _hopper_prefill_kernel(
@@ -337,7 +338,7 @@ def _hopper_prefill_kernel(
     logit_scale, softcap,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PAGE: gl.constexpr,
-    GROUPS: gl.constexpr, HEAD_COLUMNS: gl.constexpr, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
+    GROUPS: gl.constexpr, head_columns, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
     head_major, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
@@ -387,7 +388,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
@@ -415,7 +416,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -452,7 +453,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, HEAD_COLUMNS, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -540,7 +541,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         CONSUMERS=consumers,
         PAGE=page_size,
         GROUPS=num_q_heads // num_kv_heads,
-        HEAD_COLUMNS=head_columns,
+        head_columns=head_columns,
         BELOW=plan.bounded_below,
         HAS_SINK=sink is not None,
         SOFTCAP=call.softcap > 0,

@@ -14,13 +14,14 @@ tables of a size that depends only on host counts, so that captured CUDA graphs 
 them. Unused entries have no rows (``q_len == 0``).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from magi_serve.types import UNBOUNDED, AttentionProblem, AttentionSlices
+from magi_serve.masks import UNBOUNDED
+from magi_serve.types import AttentionProblem
 
 Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
@@ -95,10 +96,6 @@ class Plan:
     head_major: bool = True
 
 
-L2_BYTES = 32 << 20
-"""Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class PagedPlan:
     """The launches of one batch, made once per step and used by every layer with the same mask.
@@ -116,7 +113,7 @@ class PagedPlan:
     """Query heads, kv heads, head_dim, head_dim_v."""
 
 
-def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
+def table_of(columns: list[Tensor], out: Tensor | None) -> Tensor:
     """Columns as an int32 table of `ROW` columns: a new one, or the first rows of `out`.
 
     The rest of `out` is emptied: a graph captured for a larger batch then finds no work there.
@@ -129,7 +126,7 @@ def _table(columns: list[Tensor], out: Tensor | None) -> Tensor:
     return table
 
 
-def _expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Every unit of `counts`: its owner, its number within the owner, and whether it exists."""
     ends = counts.cumsum(0)
     unit = torch.arange(capacity, device=counts.device)
@@ -157,7 +154,7 @@ def _share_size(blocks: Tensor, exists: Tensor, budget: int, least: int) -> Tens
     return sizes.index_select(0, fits.argmax(0, keepdim=True))
 
 
-def _items(
+def make_items(
     tiles: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     config: TileConfig,
     *,
@@ -177,15 +174,15 @@ def _items(
     if not budget:
         order = blocks.masked_fill(q_len == 0, -1).argsort(descending=True, stable=True)
         columns = [c[order] for c in (q_begin, q_len, band_begin, band_end, k_begin, k_end)]
-        return _table(columns, out.items if out else None), None
+        return table_of(columns, out.items if out else None), None
     exists = q_len > 0
     size = _share_size(blocks, exists, budget, config.min_share)
     shares = torch.where(exists, (-(-blocks // size)).clamp(min=1), 0)
-    tile, share, used = _expand(shares, max(budget, capacity))
+    tile, share, used = expand(shares, max(budget, capacity))
     share_begin = (start[tile] + share * size) * config.block_n
     begin = torch.maximum(k_begin[tile], share_begin)
     end = torch.minimum(k_end[tile], share_begin + size * config.block_n)
-    items = _table(
+    items = table_of(
         [
             q_begin[tile],
             torch.where(used, q_len[tile], 0),
@@ -197,7 +194,7 @@ def _items(
         ],
         out.items if out else None,
     )
-    reductions = _table(
+    reductions = table_of(
         [q_begin, q_len, shares.cumsum(0) - shares, shares], out.reductions if out else None
     )
     return items, reductions
@@ -285,231 +282,13 @@ def plan_rows(
     of tiles (a host count); `bands` ``[n, 5]`` are all bands of the batch.
     """
     counts = (end - begin + tile_q - 1).clamp(min=0) // tile_q
-    owner, number, exists = _expand(counts, capacity)
+    owner, number, exists = expand(counts, capacity)
     q_begin = begin[owner] + number * tile_q
     q_len = torch.where(exists, (end[owner] - q_begin).clamp(0, tile_q), 0)
     band = owner + first_band
     k_begin, k_end, lo, hi, _ = bands[band].unbind(1)
     k_begin = torch.maximum(k_begin, q_begin + lo)
     k_end = torch.minimum(k_end, q_begin + q_len + hi)
-    return _items((q_begin, q_len, band, band + 1, k_begin, k_end), config, budget=budget, out=out)
-
-
-def plan_slices(
-    slices: AttentionSlices,
-    total_q: int,
-    config: TileConfig,
-    problem: AttentionProblem,
-    device: torch.device,
-) -> Plan:
-    """Plan for a list of slices; made on the host once and kept, with its device copy, in `slices`.
-
-    Rows are cut where a slice begins or ends, so that all rows of a tile lie in the same slices; a
-    tile's keys are split by position, whatever part of a range its slices cover.
-    """
-    key = (config, problem.num_q_heads, problem.num_kv_heads, total_q, device)
-    if key not in slices.cache:
-        plan = _plan_slices(slices, total_q, config, problem)
-        slices.cache[key] = Plan(
-            config,
-            plan.bands.to(device),
-            plan.items.to(device),
-            None if plan.reductions is None else plan.reductions.to(device),
-        )
-    plan = slices.cache[key]
-    assert isinstance(plan, Plan)
-    return plan
-
-
-def _plan_slices(
-    slices: AttentionSlices, total_q: int, config: TileConfig, problem: AttentionProblem
-) -> Plan:
-    tile_q = config.tile_q(problem.num_q_heads // problem.num_kv_heads)
-    bands = torch.from_numpy(slices.bands())
-    bands = bands[(bands[:, 0] < bands[:, 1]) & (bands[:, 2] < bands[:, 3])]
-    bands = bands[bands[:, 2].argsort(stable=True)]
-    cuts = torch.cat([bands[:, :2].flatten(), torch.tensor([0, total_q])]).unique()
-    first = torch.searchsorted(cuts, bands[:, 0].contiguous())
-    spans = torch.searchsorted(cuts, bands[:, 1].contiguous()) - first
-    owner, number, _ = _expand(spans, int(spans.sum()))
-    segment = (first[owner] if len(owner) else owner) + number
-    by_segment = segment.argsort(stable=True)
-    table = bands[owner[by_segment]]
-    run_end = torch.bincount(segment, minlength=len(cuts)).cumsum(0)
-    run_begin = torch.cat([run_end.new_zeros(1), run_end[:-1]])
-
-    begin, end = cuts[:-1], cuts[1:]
-    tile_counts = (end - begin + tile_q - 1) // tile_q
-    seg, number, _ = _expand(tile_counts, int(tile_counts.sum()))
-    q_begin = begin[seg] + number * tile_q
-    q_len = (end[seg] - q_begin).clamp(max=tile_q)
-    tile, which, _ = _expand((run_end - run_begin)[seg], int((run_end - run_begin)[seg].sum()))
-    band = table[run_begin[seg][tile] + which] if len(tile) else table[:0]
-    low = torch.maximum(band[:, 2], q_begin[tile] + band[:, 4])
-    high = torch.minimum(band[:, 3], q_begin[tile] + q_len[tile] + band[:, 5])
-    sees = low < high
-    k_begin = torch.full_like(q_begin, UNBOUNDED).scatter_reduce(0, tile[sees], low[sees], "amin")
-    k_end = torch.zeros_like(q_begin).scatter_reduce(0, tile[sees], high[sees], "amax")
-    k_begin = torch.where(k_begin == UNBOUNDED, 0, k_begin)
-
-    budget = split_budget(config, len(q_begin), head_blocks(problem, config), is_decode=False)
-    tiles = (q_begin, q_len, run_begin[seg], run_end[seg], k_begin, k_end)
-    items, reductions = _items(tiles, config, budget=budget, out=None)
-    columns = [*table[:, 2:].unbind(1), torch.zeros_like(table[:, 0])]
-    return Plan(config, _table(columns, None), items, reductions)
-
-
-class PagedPlanner:
-    """Plans batches of one shape of paged attention; owns the buffers that captured graphs read.
-
-    Args:
-        problem: heads, dims, dtypes and device; the kernel is chosen for it.
-        max_tokens: most query rows of a batch of decodes.
-        max_seqs: most sequences of a batch.
-        device: where lengths will be.
-        window: ``(left, right)`` counts of further keys, None for unlimited.
-        kernel: a kernel's name to force it.
-    """
-
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        *,
-        max_tokens: int,
-        max_seqs: int,
-        device: torch.device,
-        window: Window | None = None,
-        kernel: str | None = None,
-    ) -> None:
-        from magi_serve.kernels.dispatch import choose_kernel
-
-        self.window = normal_window(window)
-        left_bound = self.window is not None and self.window[0] is not None
-        self.problem = replace(problem, window=left_bound)
-        self.spec = choose_kernel(self.problem, kernel)
-        self.max_tokens = max_tokens
-        self.max_seqs = max_seqs
-        self.device = device
-        self._buffers: Buffers | None = None
-
-    @property
-    def groups(self) -> int:
-        return self.problem.num_q_heads // self.problem.num_kv_heads
-
-    def config(self, regime: Regime, max_q_len: int) -> TileConfig:
-        """The kernel's tiling for a regime; `max_q_len` sizes decode tiles."""
-        config: TileConfig = self.spec.load().tile_config(self.problem, regime, max_q_len)
-        return config
-
-    def buffers(self) -> Buffers:
-        """Tables for batches of decodes, at addresses that never change."""
-        if self._buffers is None:
-            # One query row per tile is the finest cut, so it bounds the number of tiles.
-            tiles = self.max_tokens + self.max_seqs + 1
-            config = self.config("decode", 1)
-            items = max(tiles, config.waves * config.programs)
-
-            def table(rows: int) -> Tensor:
-                return torch.zeros(rows, ROW, dtype=torch.int32, device=self.device)
-
-            self._buffers = Buffers(table(self.max_seqs + 1), table(items), table(tiles))
-        return self._buffers
-
-    def plan(
-        self,
-        cu_seqlens_q: Tensor,
-        seqlens_k: Tensor,
-        *,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_tokens: int,
-        max_decode_q_len: int,
-        causal: bool | Tensor = True,
-        max_seqlen_k: int | None = None,
-        max_keys: int = UNBOUNDED,
-    ) -> PagedPlan:
-        """Plan one batch, on the device, without a synchronisation.
-
-        Args:
-            cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing, from 0.
-            seqlens_k: ``[num_seqs]`` int32.
-            num_tokens: rows of q; those past ``cu_seqlens_q[-1]`` come out as zeros.
-            num_decodes: leading sequences of at most `max_decode_q_len` rows, cut into decode
-                tiles.
-            num_decode_tokens: rows of those; used only where other sequences follow.
-            max_decode_q_len: see above.
-            causal: bottom-right aligned; a bool, or a tensor ``[num_seqs]`` of them.
-            max_seqlen_k: about the most keys of a sequence, where the host knows; orders work only.
-            max_keys: what a row of the page table holds; keys past it are never read.
-
-        Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
-        """
-        num_seqs = seqlens_k.shape[0]
-
-        def made(parts: list[Plan]) -> PagedPlan:
-            p = self.problem
-            shape = (p.num_q_heads, p.num_kv_heads, p.head_dim, p.head_dim_v)
-            name, rows = self.spec.name, num_tokens
-            return PagedPlan(tuple(parts), name, rows, num_seqs, self.window, causal, shape)
-
-        if not self.spec.planned:
-            return made([])
-        begin, end, bands = paged_bands(
-            cu_seqlens_q,
-            seqlens_k,
-            num_tokens=num_tokens,
-            causal=causal,
-            window=self.window,
-            max_keys=max_keys,
-        )
-        only_decodes = num_decodes == num_seqs
-        fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
-        out = self.buffers() if only_decodes and fits else None
-        table = _table(list(bands.unbind(1)), out.bands if out else None)
-
-        problem = self.problem
-        key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
-        kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
-
-        def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Plan:
-            config = self.config(regime, max_q_len)
-            tile_q = config.tile_q(self.groups)
-            capacity = -(-rows // tile_q) + stop - first
-            is_decode = regime == "decode"
-            budget = split_budget(
-                config,
-                stop - first if is_decode else capacity,
-                head_blocks(self.problem, config),
-                is_decode=is_decode,
-            )
-            items, reductions = plan_rows(
-                begin[first:stop],
-                end[first:stop],
-                bands,
-                config,
-                tile_q=tile_q,
-                first_band=first,
-                capacity=capacity,
-                budget=budget,
-                out=out,
-            )
-            return Plan(
-                config,
-                table,
-                items,
-                reductions,
-                bounded_below=self.window is not None and self.window[0] is not None,
-                head_major=kv_bytes > L2_BYTES,
-            )
-
-        if only_decodes:
-            parts = [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]
-        else:
-            parts = [
-                part(
-                    "prefill", num_decodes, num_seqs + 1, num_tokens - num_decode_tokens, num_tokens
-                )
-            ]
-            if num_decodes:
-                parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))
-        return made(parts)
+    return make_items(
+        (q_begin, q_len, band, band + 1, k_begin, k_end), config, budget=budget, out=out
+    )

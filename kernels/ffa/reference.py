@@ -14,7 +14,8 @@ from torch import Tensor
 
 from magi_serve.kernels.merge import apply_sink
 from magi_serve.kernels.paged.reference import gather_pages
-from magi_serve.types import AttentionOutput, AttentionSlices, MaskType, PagedKV, SinkSpec
+from magi_serve.masks import AttentionSlices, MaskType
+from magi_serve.types import AttentionOutput, PagedKV, SinkSpec
 
 
 def attend(

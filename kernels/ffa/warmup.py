@@ -1,7 +1,7 @@
 """Compiling, before the first request, every kernel that a planner's batches can launch.
 
-What selects a specialisation is known from host counts: the tiling of each part, and whether its
-keys are split. Batches of growing size are planned, and one of each kind is launched on zeros.
+What selects a specialisation is known from host counts (`planner.Cut`): the tiling of each part,
+and whether its keys are split. A batch of each kind is launched on zeros.
 """
 
 import logging
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from magi_serve.kernels.ffa.api import paged_attention
-from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner
+from magi_serve.kernels.ffa.plan import PagedPlan, Regime, TileConfig
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.paged.store import write_kv
 from magi_serve.types import PagedKV, SinkSpec
 
@@ -45,12 +46,9 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
     k, v = pages.split([problem.head_dim, problem.head_dim_v], dim=-1)
     logits = torch.zeros(problem.sinks, problem.num_q_heads, device=planner.device)
     sink = SinkSpec(logits) if problem.sinks else None
-    launched: set[tuple[object, ...]] = set()
+    launched = 0
     for plan, cu_seqlens_q, seqlens_k in _batches(planner, max_tokens, max_decode_q_len):
-        kind = tuple((part.config, part.reductions is None) for part in plan.parts)
-        if kind in launched:
-            continue
-        launched.add(kind)
+        launched += 1
         q = torch.zeros(
             plan.num_tokens,
             problem.num_q_heads,
@@ -75,32 +73,68 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
     logger.info(
         "kernel %s: %d kinds of batches ready in %.1f s",
         planner.spec.name,
-        len(launched),
+        launched,
         time.perf_counter() - start,
     )
-    return len(launched)
+    return launched
 
 
 def _batches(
     planner: PagedPlanner, max_tokens: int, max_decode_q_len: int
 ) -> Iterator[tuple[PagedPlan, torch.Tensor, torch.Tensor]]:
-    """Plans of decodes, then of one prefill, of sizes that double up to the largest.
+    """A plan of every kind, decodes first.
 
     Yields:
         The plan, ``cu_seqlens_q`` and ``seqlens_k``; sequences have as many keys as rows.
     """
-    sizes = [1 << i for i in range(max(max_tokens, planner.max_seqs).bit_length())]
-    for is_decode, most in ((True, planner.max_seqs), (False, max_tokens)):
-        for size in sorted({min(size, most) for size in sizes}):
-            q_lens = torch.tensor([1] * size if is_decode else [size], dtype=torch.int32)
-            starts = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
-            cu_seqlens_q, seqlens_k = starts.to(planner.device), q_lens.to(planner.device)
-            plan = planner.plan(
-                cu_seqlens_q,
-                seqlens_k,
-                num_tokens=size,
-                num_decodes=size if is_decode else 0,
-                num_decode_tokens=size if is_decode else 0,
-                max_decode_q_len=max_decode_q_len,
-            )
-            yield plan, cu_seqlens_q, seqlens_k
+    known: set[object] = set()
+    for is_decode, q_lens in _sizes(planner, max_tokens, max_decode_q_len):
+        rows, seqs = sum(q_lens), len(q_lens)
+        regime: Regime = "decode" if is_decode else "prefill"
+        most = max_decode_q_len if is_decode else rows
+        kind = planner.cut(regime, rows=rows, seqs=seqs + 1, max_q_len=most).kind
+        if kind in known:
+            continue
+        known.add(kind)
+        lengths = torch.tensor(q_lens, dtype=torch.int32)
+        starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        cu_seqlens_q, seqlens_k = starts.to(planner.device), lengths.to(planner.device)
+        plan = planner.plan(
+            cu_seqlens_q,
+            seqlens_k,
+            num_tokens=rows,
+            num_decodes=seqs if is_decode else 0,
+            num_decode_tokens=rows if is_decode else 0,
+            max_decode_q_len=max_decode_q_len,
+        )
+        yield plan, cu_seqlens_q, seqlens_k
+
+
+def _sizes(
+    planner: PagedPlanner, max_tokens: int, max_decode_q_len: int
+) -> Iterator[tuple[bool, list[int]]]:
+    """Whether decodes, and query lengths: between these batches no other kind can lie.
+
+    Tiles only grow with the rows, and keys are split up to some number of sequences: so the kinds
+    are met with the fewest and the most sequences, at the sizes where the tiles change.
+    """
+    for seqs in range(1, planner.max_seqs + 1):
+        yield True, [1] * seqs
+
+    def tiles(rows: int) -> TileConfig:
+        return planner.config("prefill", rows)
+
+    rows = 1
+    while rows <= max_tokens:
+        last, past = rows, max_tokens + 1
+        if tiles(max_tokens) == tiles(rows):
+            last = max_tokens
+        else:
+            while past - last > 1:  # tiles(last) are those of `rows`, tiles(past) are not
+                middle = (last + past) // 2
+                last, past = (middle, past) if tiles(middle) == tiles(rows) else (last, middle)
+        for size in (rows, last):
+            yield False, [size]
+            few = min(size, planner.max_seqs)
+            yield False, [*[1] * (few - 1), size - few + 1]
+        rows = last + 1

@@ -24,7 +24,7 @@ from statistics import NormalDist
 import numpy as np
 
 from magi_serve.errors import ArgumentError
-from magi_serve.types import AttentionSlices, MaskType
+from magi_serve.masks import AttentionSlices, MaskType
 
 ELEMENT_BYTES = 2
 """Every case is bf16."""

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from magi_serve.bench.cases import Case, make_slices
 from magi_serve.errors import DeviceError
+from magi_serve.masks import AttentionSlices
 from magi_serve.testing import make_pool
-from magi_serve.types import AttentionSlices, PagedKV
+from magi_serve.types import PagedKV
 
 ONE_BUFFER_BYTES = 4 << 30
 """From this size on a buffer is so much larger than L2 that it needs no second one."""

@@ -17,7 +17,7 @@ from magi_serve.bench.targets import MEAN_TARGETS
 from magi_serve.bench.timing import Race, Rates, Replay, Spread, fastest, race
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
-from magi_serve.kernels.ffa.plan import PagedPlanner
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.types import AttentionOutput, AttentionProblem, SinkSpec
 
 Row = dict[str, Any]

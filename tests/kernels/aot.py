@@ -31,10 +31,12 @@ from triton.runtime.jit import JITFunction
 
 from magi_serve.kernels.ffa import api, hopper, triton_attention
 from magi_serve.kernels.ffa.call import AttentionCall
-from magi_serve.kernels.ffa.plan import PagedPlanner, plan_slices
+from magi_serve.kernels.ffa.planner import PagedPlanner
+from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.ffa.warmup import warm_up
 from magi_serve.kernels.paged.triton_store import write_kv_triton
-from magi_serve.types import AttentionProblem, AttentionSlices, PagedKV, SinkSpec
+from magi_serve.masks import AttentionSlices
+from magi_serve.types import AttentionProblem, PagedKV, SinkSpec
 
 MULTIPROCESSORS = 132
 
@@ -259,9 +261,10 @@ def warm_up_case(arch: int, kernel: str) -> None:
         kinds = warm_up(planner, max_tokens=8192)
         known = set(hashes)
         pages = torch.empty(8, 16, 8, 2 * head_dim, dtype=bf16)
-        for _ in range(60):
+        for _ in range(120):
             num_decodes = random.choice([0, 1, 3, 16, 40, 64, 200])
-            prompts = [random.choice([2, 5, 100, 700, 3000, 8000])] * random.choice([0, 1, 2])
+            prompts = [random.choice([2, 5, 60, 100])] * random.choice([0, 1, 2, 5, 30])
+            prompts += [random.choice([700, 3000, 5000])] * random.choice([0, 0, 1])
             q_lens = [1] * num_decodes + prompts or [1]
             num_tokens = sum(q_lens) + random.choice([0, 0, 3])
             cu_seqlens_q = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)

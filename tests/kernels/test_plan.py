@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magi_serve.kernels.ffa import cpu
-from magi_serve.kernels.ffa.plan import PagedPlan, PagedPlanner, Plan, TileConfig, plan_slices
+from magi_serve.kernels.ffa.plan import PagedPlan, Plan, TileConfig
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.reference import slices_mask
+from magi_serve.kernels.ffa.slices import plan_slices
+from magi_serve.masks import AttentionSlices
 from magi_serve.testing import make_paged, make_slices
-from magi_serve.types import AttentionProblem, AttentionSlices
+from magi_serve.types import AttentionProblem
 
 many = settings(max_examples=80, derandomize=True, deadline=None, database=None)
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from magi_serve.kernels.capabilities import triton_interprets
-from magi_serve.kernels.ffa.plan import PagedPlanner
+from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.warmup import warm_up
 from magi_serve.types import AttentionProblem
 

@@ -139,17 +139,19 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(p for p in search if p),
         }
-        process = subprocess.run(
-            [sys.executable, str(DRIVER), str(job), str(result)],
-            env={**os.environ, **settings, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=420,
-            check=False,
-        )
-        assert process.returncode == 0, process.stdout[-6000:]
-        return {**json.loads(result.read_text()), "log": process.stdout}
+        log = folder / "log.txt"  # a file, so that a hanging engine leaves its last words
+        with log.open("w") as f:
+            process = subprocess.run(
+                [sys.executable, str(DRIVER), str(job), str(result)],
+                env={**os.environ, **settings, **env},
+                stdout=f,
+                stderr=subprocess.STDOUT,
+                timeout=420,
+                check=False,
+            )
+        said = log.read_text()
+        assert process.returncode == 0, said[-6000:]
+        return {**json.loads(result.read_text()), "log": said}
 
     return run
 

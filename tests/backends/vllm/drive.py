@@ -1,7 +1,8 @@
 """Runs vLLM engines in one process, as a JSON job says, and writes down what came out.
 
 Started by the tests as a process of its own: ``drive.py job.json result.json``. A job is a list of
-engines: ``{"model", "options": LLM keywords, "runs": [{"prompts", "sampling"}]}``.
+engines: ``{"model", "options": LLM keywords, "runs": [{"prompts", "sampling"}]}``. A run
+``{"score": i}`` reads what engine `i` continued in its first run, and gives log-probs of that.
 """
 
 import json
@@ -40,6 +41,18 @@ def calls(worker: Any) -> int:
 def attention_layers(worker: Any) -> list[Any]:
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if hasattr(layer, "impl")]
+
+
+def score(llm: Any, continued: list[dict[str, Any]]) -> list[list[float]]:
+    """The log-prob of each generated token, given those before it."""
+    run = {
+        "prompts": [r["prompt"] + r["tokens"] for r in continued],
+        "sampling": {"max_tokens": 1, "prompt_logprobs": 0},
+    }
+    return [
+        scored["prompt_logprobs"][-len(r["tokens"]) :]
+        for scored, r in zip(generate(llm, run), continued, strict=True)
+    ]
 
 
 def generate(llm: Any, run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,7 +98,10 @@ def main() -> None:
             result["error"] = f"{type(error).__name__}: {error}"
             continue
         result["layers"] = llm.collective_rpc(watch)[0]
-        result["runs"] = [generate(llm, run) for run in engine["runs"]]
+        result["runs"] = [
+            score(llm, results[run["score"]]["runs"][0]) if "score" in run else generate(llm, run)
+            for run in engine["runs"]
+        ]
         result["calls"] = llm.collective_rpc(calls)[0]
         llm.llm_engine.engine_core.shutdown()
         del llm

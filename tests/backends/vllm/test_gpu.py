@@ -16,69 +16,95 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-CLOSE = 0.2  # log-probs of two bf16 runs; the likeliest token leads by several on average
+RUNNERS = pytest.mark.parametrize("runner", ["V1", "V2"])
 
 
-def generate(
-    drive: Callable[..., Any], engine: Callable[..., Any], model: str, backend: str, **changes: Any
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    env = changes.pop("env", {})
+KERNELS = ("_attention_kernel", "_reduce_kernel", "_hopper_prefill_kernel", "_write_kv_kernel")
+
+
+def job(engine: Callable[..., Any], model: str, backend: str, **changes: Any) -> dict[str, Any]:
+    """An engine that continues prompts of every kind in bf16, with vLLM's CUDA graphs."""
     rng = random.Random(0)
     # Shorter than a page; longer than a window; longer than a chunk; several chunks.
     prompts = [[0] + [rng.randrange(3, 512) for _ in range(n)] for n in (4, 200, 1500, 4000)]
     # Repetitive, so that looking drafts up in the prompt finds some.
     prompts.append([0, *[7, 8, 9, 10, 11] * 40])
+    return scoring(
+        engine, model, backend, {"prompts": prompts, "sampling": {"max_tokens": 48}}, **changes
+    )
+
+
+def scoring(
+    engine: Callable[..., Any],
+    model: str,
+    backend: str,
+    run: dict[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """The same engine, giving log-probs of what the job's first engine continued."""
     options = {
         "dtype": "bfloat16",
         "enforce_eager": False,
-        "gpu_memory_utilization": 0.4,
         "max_model_len": 4352,
         "max_num_batched_tokens": 1024,
+        # Little memory, and no more than that looked at: several tests share the GPU.
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 1 << 30,
+        # Dynamo and CUDA graphs as by default; Inductor would take most of the test's time.
+        "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
         **changes,
     }
-    run = {"prompts": prompts, "sampling": {"max_tokens": 48}}
-    (result,) = drive(engine(model, run, backend=backend, **options), **env)["engines"]
-    assert "error" not in result, result["error"]
-    return result["layers"], result["runs"][0]
+    return engine(model, run or {"score": 0}, backend=backend, **options)
 
 
-def assert_alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """The same tokens, or another one only where both were about as likely."""
-    agreed = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        for a, b, p, q in zip(
-            mine["tokens"], other["tokens"], mine["logprobs"], other["logprobs"], strict=True
-        ):
-            assert abs(p - q) < CLOSE
-            if a != b:
-                break
-            agreed += 1
-    assert agreed > 0.5 * sum(len(r["tokens"]) for r in ours)
+def finish(drive: Callable[..., Any], runner: str, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engines' results, one after the other in one process under this model runner."""
+    report = drive(*jobs, VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "V2")))
+    results: list[dict[str, Any]] = report["engines"]
+    assert [r.get("error") for r in results] == [None] * len(jobs), report["log"][-6000:]
+    for result in results:
+        assert (".gpu." in result["layers"]["runner"]) == (runner == "V2")
+        assert result["layers"]["cudagraphs"] == "FULL_AND_PIECEWISE"
+    # vLLM reports what is compiled once it serves; the metadata builder's warm-up left nothing.
+    late = [line for line in report["log"].splitlines() if "compilation during inference" in line]
+    assert [line for line in late if any(f": {name}." in line for name in KERNELS)] == []
+    return results
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+def assert_alike(continued: dict[str, Any], scored: dict[str, Any]) -> None:
+    """Log-probs of the same tokens, generated one by one and scored at once, differ by rounding.
+
+    Where a mixture of experts routes a token elsewhere for rounding alone, its log-prob jumps: most
+    must be close, not all.
+    """
+    ours = torch.tensor([r["logprobs"] for r in continued["runs"][0]])
+    theirs = torch.tensor(scored["runs"][0])
+    far = (ours - theirs).abs().flatten()
+    typical, most = far.quantile(torch.tensor([0.5, 0.9])).tolist()
+    assert typical < 0.05, far.tolist()
+    assert most < 0.2, far.tolist()
+
+
+@RUNNERS
 @pytest.mark.parametrize("model", ["llama", "gptoss-gpu"])
 def test_cuda_graphs_give_what_triton_attn_gives(
     model: str, runner: str, drive: Callable[..., Any], engine: Callable[..., Any]
 ) -> None:
-    env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
-    layers, ours = generate(drive, engine, model, "CUSTOM", env=env)
-    assert layers["impls"] == ["magi_serve.backends.vllm.impl.MagiAttentionImpl"]
-    assert layers["kernels"] != ["reference"]
-    assert layers["cudagraphs"] == "FULL_AND_PIECEWISE"
-    assert (".gpu." in layers["runner"]) == (runner == "V2")
-    stock, theirs = generate(drive, engine, model, "TRITON_ATTN", env=env)
-    assert stock["impls"] != layers["impls"]
+    ours, theirs = finish(
+        drive, runner, job(engine, model, "CUSTOM"), scoring(engine, model, "TRITON_ATTN")
+    )
+    assert ours["layers"]["impls"] == ["magi_serve.backends.vllm.impl.MagiAttentionImpl"]
+    assert ours["layers"]["kernels"] != ["reference"]
+    assert theirs["layers"]["impls"] != ours["layers"]["impls"]
     assert_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_verifying_drafts_under_cuda_graphs_changes_no_token(
+@RUNNERS
+def test_verifying_drafts_under_cuda_graphs_changes_no_logprob(
     runner: str, drive: Callable[..., Any], engine: Callable[..., Any]
 ) -> None:
     if runner == "V2" and not importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram"):
         pytest.skip("this vLLM's V2 runner looks no drafts up")
-    env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
     # One token is enough to look a draft up, so that many steps verify some.
     drafts = {
         "method": "ngram",
@@ -86,6 +112,10 @@ def test_verifying_drafts_under_cuda_graphs_changes_no_token(
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 2,
     }
-    _, plain = generate(drive, engine, "llama", "CUSTOM", env=env)
-    _, drafted = generate(drive, engine, "llama", "CUSTOM", env=env, speculative_config=drafts)
+    drafted, plain = finish(
+        drive,
+        runner,
+        job(engine, "llama", "CUSTOM", speculative_config=drafts),
+        scoring(engine, "llama", "CUSTOM"),
+    )
     assert_alike(drafted, plain)

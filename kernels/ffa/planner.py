@@ -1,0 +1,206 @@
+"""Plans for batches of paged attention: made on the device, once per step, for many layers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from magi_serve.kernels.ffa.plan import (
+    ROW,
+    Buffers,
+    PagedPlan,
+    Plan,
+    Regime,
+    TileConfig,
+    Window,
+    head_blocks,
+    normal_window,
+    paged_bands,
+    plan_rows,
+    split_budget,
+    table_of,
+)
+from magi_serve.masks import UNBOUNDED
+from magi_serve.types import AttentionProblem
+
+L2_BYTES = 32 << 20
+"""Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one part of a batch is cut, from host counts alone; what a kernel is compiled for.
+
+    Attributes:
+        config: tiles.
+        tile_q: query rows per tile.
+        capacity: most tiles there can be.
+        budget: items that keys may be split into, 0 where they are not.
+    """
+
+    config: TileConfig
+    tile_q: int
+    capacity: int
+    budget: int
+
+    @property
+    def kind(self) -> tuple[TileConfig, bool]:
+        """Equal for parts that launch the same kernels."""
+        return self.config, self.budget > 0
+
+
+class PagedPlanner:
+    """Plans batches of one shape of paged attention; owns the buffers that captured graphs read.
+
+    Args:
+        problem: heads, dims, dtypes and device; the kernel is chosen for it.
+        max_tokens: most query rows of a batch of decodes.
+        max_seqs: most sequences of a batch.
+        device: where lengths will be.
+        window: ``(left, right)`` counts of further keys, None for unlimited.
+        kernel: a kernel's name to force it.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        device: torch.device,
+        window: Window | None = None,
+        kernel: str | None = None,
+    ) -> None:
+        from magi_serve.kernels.dispatch import choose_kernel
+
+        self.window = normal_window(window)
+        left_bound = self.window is not None and self.window[0] is not None
+        self.problem = replace(problem, window=left_bound)
+        self.spec = choose_kernel(self.problem, kernel)
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        self.device = device
+        self._buffers: Buffers | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.problem.num_q_heads // self.problem.num_kv_heads
+
+    def config(self, regime: Regime, max_q_len: int) -> TileConfig:
+        """The kernel's tiling for a regime; `max_q_len` sizes decode tiles."""
+        config: TileConfig = self.spec.load().tile_config(self.problem, regime, max_q_len)
+        return config
+
+    def cut(self, regime: Regime, *, rows: int, seqs: int, max_q_len: int) -> Cut:
+        """How `rows` query rows of `seqs` sequences are cut.
+
+        Rows that pad the batch count as one more sequence.
+        """
+        config = self.config(regime, max_q_len)
+        tile_q = config.tile_q(self.groups)
+        capacity = -(-rows // tile_q) + seqs
+        is_decode = regime == "decode"
+        tiles = seqs if is_decode else capacity
+        budget = split_budget(config, tiles, head_blocks(self.problem, config), is_decode=is_decode)
+        return Cut(config, tile_q, capacity, budget)
+
+    def buffers(self) -> Buffers:
+        """Tables for batches of decodes, at addresses that never change."""
+        if self._buffers is None:
+            # One query row per tile is the finest cut, so it bounds the number of tiles.
+            tiles = self.max_tokens + self.max_seqs + 1
+            config = self.config("decode", 1)
+            items = max(tiles, config.waves * config.programs)
+
+            def table(rows: int) -> Tensor:
+                return torch.zeros(rows, ROW, dtype=torch.int32, device=self.device)
+
+            self._buffers = Buffers(table(self.max_seqs + 1), table(items), table(tiles))
+        return self._buffers
+
+    def plan(
+        self,
+        cu_seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        *,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_tokens: int,
+        max_decode_q_len: int,
+        causal: bool | Tensor = True,
+        max_seqlen_k: int | None = None,
+        max_keys: int = UNBOUNDED,
+    ) -> PagedPlan:
+        """Plan one batch, on the device, without a synchronisation.
+
+        Args:
+            cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing, from 0.
+            seqlens_k: ``[num_seqs]`` int32.
+            num_tokens: rows of q; those past ``cu_seqlens_q[-1]`` come out as zeros.
+            num_decodes: leading sequences of at most `max_decode_q_len` rows, cut into decode
+                tiles.
+            num_decode_tokens: rows of those; used only where other sequences follow.
+            max_decode_q_len: see above.
+            causal: bottom-right aligned; a bool, or a tensor ``[num_seqs]`` of them.
+            max_seqlen_k: about the most keys of a sequence, where the host knows; orders work only.
+            max_keys: what a row of the page table holds; keys past it are never read.
+
+        Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
+        """
+        num_seqs = seqlens_k.shape[0]
+
+        def made(parts: list[Plan]) -> PagedPlan:
+            p = self.problem
+            shape = (p.num_q_heads, p.num_kv_heads, p.head_dim, p.head_dim_v)
+            name, rows = self.spec.name, num_tokens
+            return PagedPlan(tuple(parts), name, rows, num_seqs, self.window, causal, shape)
+
+        if not self.spec.planned:
+            return made([])
+        begin, end, bands = paged_bands(
+            cu_seqlens_q,
+            seqlens_k,
+            num_tokens=num_tokens,
+            causal=causal,
+            window=self.window,
+            max_keys=max_keys,
+        )
+        only_decodes = num_decodes == num_seqs
+        fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
+        out = self.buffers() if only_decodes and fits else None
+        table = table_of(list(bands.unbind(1)), out.bands if out else None)
+
+        problem = self.problem
+        key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+        kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
+
+        def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Plan:
+            cut = self.cut(regime, rows=rows, seqs=stop - first, max_q_len=max_q_len)
+            items, reductions = plan_rows(
+                begin[first:stop],
+                end[first:stop],
+                bands,
+                cut.config,
+                tile_q=cut.tile_q,
+                first_band=first,
+                capacity=cut.capacity,
+                budget=cut.budget,
+                out=out,
+            )
+            return Plan(
+                cut.config,
+                table,
+                items,
+                reductions,
+                bounded_below=self.window is not None and self.window[0] is not None,
+                head_major=kv_bytes > L2_BYTES,
+            )
+
+        if only_decodes:
+            parts = [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]
+        else:
+            rows = num_tokens - num_decode_tokens
+            parts = [part("prefill", num_decodes, num_seqs + 1, rows, rows)]
+            if num_decodes:
+                parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))
+        return made(parts)

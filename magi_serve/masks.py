@@ -1,0 +1,183 @@
+"""Masks as lists of slices: made once on the host, checked there, never synchronising a device."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from magi_serve.errors import ArgumentError, DTypeError, ShapeError
+
+UNBOUNDED = 1 << 30
+"""Stands for no bound in a band: larger than any row or key index; their sum fits int32."""
+
+
+class MaskType(enum.IntEnum):
+    """Which part of a slice's rectangle is visible; row ``i`` of ``[qs, qe)`` sees ``[lo, hi)``.
+
+    Bit 0 is *causal* (bottom-right aligned): ``hi = ke - (qe - i - 1)``, else ``hi = ke``.
+    Bit 1 is *inverse causal* (top-left aligned): ``lo = ks + (i - qs)``, else ``lo = ks``.
+
+    Source: MagiAttention's AttnSlice (numbers and semantics).
+    """
+
+    FULL = 0
+    CAUSAL = 1
+    INV_CAUSAL = 2
+    BI_CAUSAL = 3
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    """A copy of host data as int64; of no elements, in one dimension."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise ArgumentError(
+            f"{name} is on {value.device}; AttentionSlices takes host data (lists, numpy arrays "
+            f"or CPU tensors), checked once without a device synchronisation: pass {name}.cpu()"
+        )
+    array = np.asarray(value.numpy() if isinstance(value, Tensor) else value)
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise DTypeError(f"{name} has dtype {array.dtype}; expected integers")
+    return array.astype(np.int64)
+
+
+def _int_pairs(name: str, value: Any) -> np.ndarray:
+    array = _integers(name, value)
+    if array.size == 0:
+        array = array.reshape(0, 2)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ShapeError(
+            f"{name} has shape {array.shape}; expected [num_slices, 2]: (start, end) pairs"
+        )
+    bad = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] >= UNBOUNDED)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise ArgumentError(
+            f"{name}[{i}] = {array[i].tolist()} is not a half-open range; expected 0 <= start <= "
+            f"end < {UNBOUNDED}"
+        )
+    return array
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class AttentionSlices:
+    """A mask as a list of slices whose (query, key) areas are disjoint.
+
+    Args:
+        q_ranges: ``[num_slices, 2]`` half-open query ranges, host data (list, numpy, CPU tensor).
+        k_ranges: ``[num_slices, 2]`` half-open key ranges, host data.
+        mask_types: ``[num_slices]`` values of `MaskType`; None means all `MaskType.FULL`.
+
+    A query row may appear in any number of slices; a (query, key) cell in at most one. Rows in no
+    slice see no key. The check runs here, once; device copies of the derived plan are cached.
+
+    Raises:
+        ShapeError, DTypeError: the arrays are not shaped or typed as above.
+        ArgumentError: a range is not half-open and non-negative, a mask type is unknown, data is on
+            a device, or two slices overlap (the message names both).
+    """
+
+    q_ranges: np.ndarray
+    k_ranges: np.ndarray
+    mask_types: np.ndarray
+
+    def __init__(
+        self,
+        q_ranges: Sequence[Sequence[int]] | np.ndarray | Tensor,
+        k_ranges: Sequence[Sequence[int]] | np.ndarray | Tensor,
+        mask_types: Sequence[int] | np.ndarray | Tensor | None = None,
+    ) -> None:
+        q = _int_pairs("q_ranges", q_ranges)
+        k = _int_pairs("k_ranges", k_ranges)
+        if len(q) != len(k):
+            raise ShapeError(
+                f"q_ranges has {len(q)} slices and k_ranges has {len(k)}; expected as many"
+            )
+        if mask_types is None:
+            types = np.zeros(len(q), dtype=np.int64)
+        else:
+            types = _integers("mask_types", mask_types)
+            if types.shape != (len(q),):
+                raise ShapeError(f"mask_types has shape {types.shape}; expected [{len(q)}]")
+            unknown = ~np.isin(types, [int(t) for t in MaskType])
+            if unknown.any():
+                i = int(np.flatnonzero(unknown)[0])
+                accepted = ", ".join(f"{t.name} = {int(t)}" for t in MaskType)
+                raise ArgumentError(
+                    f"mask_types[{i}] = {types[i]} is unknown; accepted: {accepted}"
+                )
+        for name, value in (("q_ranges", q), ("k_ranges", k), ("mask_types", types)):
+            value.setflags(write=False)
+            object.__setattr__(self, name, value)
+        self._check_disjoint()
+
+    def __len__(self) -> int:
+        return len(self.mask_types)
+
+    def bands(self) -> np.ndarray:
+        """The slices as ``[num_slices, 6]`` int64 bands ``(q_begin, q_end, k_begin, k_end, lo,
+        hi)``.
+
+        Row ``i`` of ``[q_begin, q_end)`` sees the keys of ``[k_begin, k_end)`` with
+        ``i + lo <= key <= i + hi``; `UNBOUNDED` stands for no bound.
+        """
+        (qs, qe), (ks, ke) = self.q_ranges.T, self.k_ranges.T
+        lo = np.where(self.mask_types & 2, ks - qs, -UNBOUNDED)
+        hi = np.where(self.mask_types & 1, ke - qe, UNBOUNDED)
+        return np.stack([qs, qe, ks, ke, lo, hi], axis=1)
+
+    def _check_disjoint(self) -> None:
+        found = _overlap(self.bands())
+        if found is not None:
+            i, j, (q0, q1, k0, k1) = found
+            raise ArgumentError(
+                f"slices {i} and {j} overlap: {self._describe(i)} and {self._describe(j)} both "
+                f"hold queries of [{q0}, {q1}) with keys of [{k0}, {k1}); each (query, key) cell "
+                "may be in one slice only: cut or drop one of them"
+            )
+
+    def _describe(self, i: int) -> str:
+        q, k = self.q_ranges[i].tolist(), self.k_ranges[i].tolist()
+        return f"(q {q}, k {k}, {MaskType(int(self.mask_types[i])).name})"
+
+
+_PAIRS_AT_ONCE = 1 << 18
+
+
+def _overlap(bands: np.ndarray) -> tuple[int, int, list[int]] | None:
+    """Two bands that share a cell, and the rectangle ``[q0, q1) x [k0, k1)`` where they do.
+
+    Two bands share a cell iff their rectangles intersect and some diagonal ``key - row`` that
+    crosses the intersection lies within both: a closed form, for many pairs at once. Pairs come
+    from a sweep along the axis on which fewer ranges meet.
+    """
+    sweeps = [_neighbours(bands[:, axis], bands[:, axis + 1]) for axis in (0, 2)]
+    order, counts = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
+    ends = counts.cumsum()
+    for first in range(0, int(ends[-1]) if len(ends) else 0, _PAIRS_AT_ONCE):
+        pair = np.arange(first, min(first + _PAIRS_AT_ONCE, int(ends[-1])))
+        a = np.searchsorted(ends, pair, side="right")
+        b = a + 1 + pair - (ends - counts)[a]
+        one, other = bands[order[a]].T, bands[order[b]].T
+        q0, k0 = np.maximum(one[0], other[0]), np.maximum(one[2], other[2])
+        q1, k1 = np.minimum(one[1], other[1]), np.minimum(one[3], other[3])
+        lo = np.maximum(np.maximum(one[4], other[4]), k0 - (q1 - 1))
+        hi = np.minimum(np.minimum(one[5], other[5]), (k1 - 1) - q0)
+        hits = np.flatnonzero((q0 < q1) & (k0 < k1) & (lo <= hi))
+        if hits.size:
+            n = hits[0]
+            i, j = sorted((int(order[a[n]]), int(order[b[n]])))
+            return i, j, [int(x[n]) for x in (q0, q1, k0, k1)]
+    return None
+
+
+def _neighbours(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order by `begin`, and after how many of those next in it each range has not ended."""
+    order = np.argsort(begin, kind="stable")
+    last = np.searchsorted(begin[order], end[order], side="left")
+    return order, np.maximum(last - np.arange(len(order)) - 1, 0)
