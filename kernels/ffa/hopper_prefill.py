@@ -16,31 +16,22 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.hopper_blocks import (
+    LN2,
     LOG2E,
-    band,
-    clean_values,
+    attend_item,
+    fetch_item,
     lane_sum,
-    load_block,
-    page_ids,
-    rescale,
-    softmax,
+    normalise,
     tma_load,
-    to_operand,
     turn,
     work_unit,
 )
 from magi_serve.kernels.ffa.plan import ROW, Plan
 
-LN2 = gl.constexpr(0.6931471805599453)
 LAZY_GROWTH = 8
 """A row's reference maximum moves only when it has grown by 2^8; fp32 sums bear that easily."""
 
@@ -83,72 +74,16 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
                     q_smem.index(slot * CONSUMERS + w),
                 )
             handed += 1
-            for number in range(band_begin, band_end):
-                (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-                 full_begin, full_end) = band(
-                    bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
-                    COLUMNS)  # fmt: skip
-                pages_ptr = page_table_ptr + seq.to(gl.int64) * stride_pages
-                last_page = gl.maximum(seen_end - 1, 0) // (PAGE if PAGE > 0 else BLOCK_N)
-                following = page_ids(
-                    pages_ptr, gl.maximum(block_end - 1, 0), last_page, PAGE, BLOCK_N
-                )
-                for j in range(block_end - block_begin):
-                    block = block_end - 1 - j
-                    ids = following
-                    stage = fetched % STAGES
-                    phase = (fetched // STAGES) & 1
-                    mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                    load_block(k_desc, k_smem.index(stage), k_full.index(stage), ids, block,
-                        base, kv_head,
-                                page_rows, head_rows, PAGE, BLOCK_N, head_columns)  # fmt: skip
-                    mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                    load_block(v_desc, v_smem.index(stage), v_full.index(stage), ids, block,
-                        base, kv_head,
-                                page_rows, head_rows, PAGE, BLOCK_N, head_columns)  # fmt: skip
-                    following = page_ids(
-                        pages_ptr, gl.maximum(block - 1, block_begin), last_page, PAGE, BLOCK_N
-                    )
-                    fetched += 1
+            fetched = fetch_item(
+                k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
+                page_table_ptr, fetched, band_begin, band_end, item_k_begin, item_k_end, q_begin,
+                q_len, kv_head, stride_pages, page_rows, head_rows, head_columns, STAGES, PAGE,
+                BLOCK_N, COLUMNS)  # fmt: skip
         unit = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)  # hidden behind blocks in flight
     slot = handed % Q_STAGES
     mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
     unit_smem.index(slot).store(gl.full([32], num_units, gl.int32, UNIT))  # the end
     mbarrier.arrive(q_full.index(slot), count=1)
-
-
-@gluon.jit
-def _step(
-    acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
-    row_begin, row_last, column, clean_begin, clean_end, logit_scale, softcap,
-    MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, ACC: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr,
-    BLOCK_N: gl.constexpr, LAZY: gl.constexpr, WARP_GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    """QK of block `taken` and PV of the one before it (one block higher), issued together;
-    softmax under PV.
-    """
-    operand = to_operand(p, dtype, P)
-    k_stage = taken % STAGES
-    v_stage = (taken - 1) % STAGES
-    mbarrier.wait(k_full.index(k_stage), (taken // STAGES) & 1)
-    if TURNS:
-        turn(taken, WARP_GROUP, True)
-    s = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), p, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_stage), ((taken - 1) // STAGES) & 1)
-    clean_values(v_smem.index(v_stage), first_key + BLOCK_N, clean_begin, clean_end, BLOCK_N, D)
-    acc_next = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
-    if TURNS:
-        turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    mbarrier.arrive(k_empty.index(k_stage), count=1)
-    p, m, total, decay = softmax(
-        s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column, MASKED, BELOW,
-        SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
-    acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = rescale(acc, decay, D, ACC)
-    return acc, m, total, p
 
 
 @gluon.jit
@@ -203,81 +138,11 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
             mbarrier.arrive(q_empty.index(slot), count=1)
         else:
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
-        for number in range(band_begin, band_end):
-            (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-             full_begin, full_end) = band(
-                bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
-                COLUMNS)  # fmt: skip
-            if block_end > block_begin:
-                # Blocks go downwards: masked ones above the full ones, those, masked ones below.
-                row = q_begin + WARP_GROUP * 64 + lane
-                row_begin = gl.maximum(row + lo, k_begin)
-                row_last = gl.minimum(row + hi, k_end - 1)
-                key = base + (block_end - 1) * BLOCK_N
-                lowest_above = gl.maximum(full_end, block_begin)
-                num_above = gl.maximum(block_end - 1 - lowest_above, 0)
-                lowest_full = gl.maximum(full_begin, block_begin)
-                num_full = gl.maximum(block_end - 1 - num_above - lowest_full, 0)
-                num_below = block_end - 1 - num_above - num_full - block_begin
-                # The first block: QK only.
-                p = gl.zeros([64, BLOCK_N], gl.float32, S)
-                stage = taken % STAGES
-                mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
-                if TURNS:
-                    turn(taken, WARP_GROUP, True)
-                s = warpgroup_mma(
-                    q, k_smem.index(stage).permute((1, 0)), p, use_acc=False, is_async=True
-                )
-                if TURNS:
-                    turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
-                s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                p, m, total, decay = softmax(
-                    s, m, total, logit_scale, softcap, key, row_begin, row_last, column, True,
-                    BELOW,
-                    SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
-                acc = rescale(acc, decay, D, ACC)
-                taken += 1
-                key -= BLOCK_N
-                for _above in range(num_above):
-                    acc, m, total, p = _step(
-                        acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        taken, key,
-                        row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
-                        True, BELOW,
-                        SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
-                        CONSUMERS)  # fmt: skip
-                    taken += 1
-                    key -= BLOCK_N
-                for _full in range(num_full):
-                    acc, m, total, p = _step(
-                        acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        taken, key,
-                        row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
-                        False, BELOW,
-                        SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
-                        CONSUMERS)  # fmt: skip
-                    taken += 1
-                    key -= BLOCK_N
-                if BELOW:
-                    for _below in range(num_below):
-                        acc, m, total, p = _step(
-                            acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            taken, key,
-                            row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
-                            True, BELOW,
-                            SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
-                            CONSUMERS)  # fmt: skip
-                        taken += 1
-                        key -= BLOCK_N
-                # The last block: PV only.
-                operand = to_operand(p, dtype, P)
-                stage = (taken - 1) % STAGES
-                mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
-                clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
-                acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
-                acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
-                mbarrier.arrive(v_empty.index(stage), count=1)
+        acc, m, total, taken = attend_item(
+            acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
+            band_begin, band_end, item_k_begin, item_k_end, q_begin, q_len, WARP_GROUP * 64 + lane,
+            column, logit_scale, softcap, PAGE, BELOW, SOFTCAP, STAGES, TURNS, S, ACC, P, dtype, D,
+            BLOCK_N, LAZY, WARP_GROUP, CONSUMERS, COLUMNS)  # fmt: skip
         if not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(slot), count=1)
         handed += 1
@@ -292,21 +157,11 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         if MAX_LOGITS:
             top = gl.max(gl.where(valid, m, float("-inf")), axis=0)
             gl.atomic_max(max_logits_ptr + head, top * LN2)
-        m_safe = gl.where(m == float("-inf"), 0.0, m)
         token = row.to(gl.int64)
+        sink = 0.0
         if HAS_SINK:
             sink = gl.load(sink_ptr + token * stride_sink_t + head, mask=valid, other=0.0) * LOG2E
-            highest = gl.maximum(m, sink)
-            highest = gl.where(highest == float("-inf"), 0.0, highest)
-            weight = gl.where(m == float("-inf"), 0.0, gl.exp2(m_safe - highest))
-            # The difference of equal numbers, fused with the scaling above, would not be 0.
-            sink_weight = gl.exp2(gl.where(sink >= m, 0.0, sink - highest))
-            with_sink = total_row * weight + gl.where(sink == float("-inf"), 0.0, sink_weight)
-            scale = gl.where(with_sink > 0, weight / with_sink, 0.0)
-            lse = gl.where(with_sink > 0, (highest + gl.log2(with_sink)) * LN2, float("-inf"))
-        else:
-            scale = gl.where(total_row > 0, 1.0 / total_row, 0.0)
-            lse = gl.where(total_row > 0, (m_safe + gl.log2(total_row)) * LN2, float("-inf"))
+        scale, lse = normalise(m, total_row, sink, HAS_SINK)
         gl.store(lse_ptr + token * stride_lse_t + head, lse, mask=valid)
         out = (acc * gl.expand_dims(gl.convert_layout(scale, OUT_ROWS), 1)).to(dtype)
         # Through shared memory, so that each thread stores whole 16-byte pieces of a row.
