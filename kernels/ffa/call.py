@@ -1,5 +1,6 @@
 """What the API hands to a planned kernel: operands checked, plan made, outputs allocated."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,3 +35,10 @@ class AttentionCall:
     out: Tensor
     lse: Tensor
     max_logits: Tensor | None
+
+    @property
+    def logit_scale(self) -> float:
+        """What ``q·k`` is multiplied with: towards base 2, or towards ``softcap * tanh``."""
+        if self.softcap > 0:
+            return self.softmax_scale / self.softcap
+        return self.softmax_scale * math.log2(math.e)

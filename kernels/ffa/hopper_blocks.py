@@ -300,8 +300,7 @@ def step(
 @gluon.jit
 def attend_item(
     acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-    band_begin, band_end, item_k_begin, item_k_end, q_begin, q_len, tile_row, column, logit_scale,
-    softcap,
+    item_ptr, tile_row, column, logit_scale, softcap,
     PAGE: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr,
     D: gl.constexpr, BLOCK_N: gl.constexpr, LAZY: gl.constexpr, WARP_GROUP: gl.constexpr,
@@ -313,7 +312,13 @@ def attend_item(
     masked ones above the full ones, those, masked ones below. QK of one block and PV of the one
     before it are in flight together, so the first block has QK only and the last PV only.
     """
-    for number in range(band_begin, band_end):
+    number = gl.load(item_ptr + 2)
+    while number < gl.load(item_ptr + 3):
+        # Read again for every band: registers are what the loops over blocks are short of.
+        q_begin = gl.load(item_ptr)
+        q_len = gl.load(item_ptr + 1)
+        item_k_begin = gl.load(item_ptr + 4)
+        item_k_end = gl.load(item_ptr + 5)
         (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
          full_begin, full_end) = band(
             bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
@@ -378,6 +383,7 @@ def attend_item(
             acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
             acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
             mbarrier.arrive(v_empty.index(stage), count=1)
+        number += 1
     return acc, m, total, taken
 
 

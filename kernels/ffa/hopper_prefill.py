@@ -10,10 +10,7 @@ V rows that no row of the tile may read (past the sequence's end, left of a wind
 shared memory before use: probabilities there are 0, but what is stored may be NaN.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -30,10 +27,8 @@ from magi_serve.kernels.ffa.hopper_blocks import (
     turn,
     work_unit,
 )
+from magi_serve.kernels.ffa.hopper_operands import LAZY_GROWTH, descriptor, kv_operands
 from magi_serve.kernels.ffa.plan import ROW, Plan
-
-LAZY_GROWTH = 8
-"""A row's reference maximum moves only when it has grown by 2^8; fp32 sums bear that easily."""
 
 
 @gluon.jit
@@ -123,12 +118,6 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
     while unit < num_units:
         item, head = work_unit(unit, num_items, num_q_heads, head_major)
         item_ptr = items_ptr + item * COLUMNS
-        q_begin = gl.load(item_ptr)
-        q_len = gl.load(item_ptr + 1)
-        band_begin = gl.load(item_ptr + 2)
-        band_end = gl.load(item_ptr + 3)
-        item_k_begin = gl.load(item_ptr + 4)
-        item_k_end = gl.load(item_ptr + 5)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         acc = gl.zeros([64, D], gl.float32, ACC)
         total = lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
@@ -140,9 +129,9 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
         acc, m, total, taken = attend_item(
             acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-            band_begin, band_end, item_k_begin, item_k_end, q_begin, q_len, WARP_GROUP * 64 + lane,
-            column, logit_scale, softcap, PAGE, BELOW, SOFTCAP, STAGES, TURNS, S, ACC, P, dtype, D,
-            BLOCK_N, LAZY, WARP_GROUP, CONSUMERS, COLUMNS)  # fmt: skip
+            item_ptr, WARP_GROUP * 64 + lane, column, logit_scale, softcap, PAGE, BELOW, SOFTCAP,
+            STAGES, TURNS, S, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP, CONSUMERS,
+            COLUMNS)  # fmt: skip
         if not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(slot), count=1)
         handed += 1
@@ -328,38 +317,18 @@ def _registers(consumers: int, programs_per_sm: int, boxes: int) -> tuple[int, i
     return (216, 40, 128) if many else (232, 24, 128)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [rows, columns], [stride, 1], box, layout)
-
-
 def run_part(call: AttentionCall, plan: Plan) -> None:
     """Launch one part of `call`: prefill items, tiles of whole warp-groups, keys not split."""
     config = plan.config
-    q, k, v = call.q, call.k, call.v
+    q = call.q
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[-2]
+    num_kv_heads = call.k.shape[-2]
     consumers = config.block_m // 64
     block_n = config.block_n
-    page_size = k.shape[1] if call.page_table is not None else 0
-    head_stride = k.stride(-2) if num_kv_heads > 1 else 0
-    if page_size:
-        page_stride, row_stride = k.stride(0), k.stride(1)
-        heads_outside = head_stride > row_stride
-        page_rows = page_stride // row_stride
-        head_rows = head_stride // row_stride if heads_outside else 0
-        head_columns = 0 if heads_outside else head_stride
-        rows = (k.shape[0] - 1) * page_rows + (num_kv_heads - 1) * head_rows + page_size
-        box = min(page_size, block_n)
-    else:
-        row_stride, page_rows, head_rows, head_columns = k.stride(0), 0, 0, head_stride
-        rows, box = k.shape[0], block_n
-    columns = (num_kv_heads - 1) * head_columns + head_dim
+    kv = kv_operands(call, block_n)
     q_columns = (num_q_heads - 1) * q.stride(1) + head_dim
     consumer_registers, producer_registers, launch_registers = _registers(
-        consumers, config.programs_per_sm, block_n // box
+        consumers, config.programs_per_sm, kv.boxes
     )
     sink = call.sink
     num_items = plan.items.shape[0]
@@ -367,9 +336,9 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     # A counter of its own for every launch: launches may overlap, or be cut short.
     queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
-        _descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
-        _descriptor(k, rows, columns, row_stride, [box, head_dim]),
-        _descriptor(v, rows, columns, row_stride, [box, head_dim]),
+        descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
+        kv.k,
+        kv.v,
         call.out,
         call.lse,
         call.lse if call.max_logits is None else call.max_logits,
@@ -381,22 +350,20 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         num_items,
         num_q_heads,
         0 if call.page_table is None else call.page_table.stride(0),
-        page_rows,
-        head_rows,
+        kv.page_rows,
+        kv.head_rows,
         *call.out.stride()[:2],
         call.lse.stride(0),
         sink.stride(0) if sink is not None and sink.ndim == 2 else 0,
-        call.softmax_scale / call.softcap
-        if call.softcap > 0
-        else call.softmax_scale * 1.4426950408889634,
+        call.logit_scale,
         call.softcap,
         D=head_dim,
         BLOCK_N=block_n,
         STAGES=config.num_stages,
         CONSUMERS=consumers,
-        PAGE=page_size,
+        PAGE=kv.page_size,
         GROUPS=num_q_heads // num_kv_heads,
-        head_columns=head_columns,
+        head_columns=kv.head_columns,
         BELOW=plan.bounded_below,
         HAS_SINK=sink is not None,
         SOFTCAP=call.softcap > 0,

@@ -361,10 +361,6 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     page_size = k.shape[1] if paged else 0
     split = plan.reductions is not None
     num_items = plan.items.shape[0]
-    if call.softcap > 0:
-        logit_scale = call.softmax_scale / call.softcap
-    else:
-        logit_scale = call.softmax_scale * 1.4426950408889634
     sink = call.sink
     dims = {"DV": head_dim_v, "BLOCK_DV": _padded(head_dim_v)}
     grouping = {
@@ -398,7 +394,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         plan.bands,
         plan.items if call.page_table is None else call.page_table,
         num_items,
-        logit_scale,
+        call.logit_scale,
         call.softcap,
         *q.stride()[:2],
         *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
