@@ -11,7 +11,7 @@ every item for each head.
 
 Everything here is vectorised torch on the device where the lengths are: no host synchronisation,
 tables of a size that depends only on host counts, so that captured CUDA graphs can be replayed over
-them. Unused entries have no rows (``q_len == 0``).
+them. Unused entries are zeros: they have no rows.
 """
 
 from dataclasses import dataclass
@@ -113,16 +113,16 @@ class PagedPlan:
     """Query heads, kv heads, head_dim, head_dim_v."""
 
 
-def table_of(columns: list[Tensor], out: Tensor | None) -> Tensor:
+def table_of(columns: list[Tensor], out: Tensor | None, used: Tensor | None = None) -> Tensor:
     """Columns as an int32 table of `ROW` columns: a new one, or the first rows of `out`.
 
-    The rest of `out` is emptied: a graph captured for a larger batch then finds no work there.
+    Rows that are not `used`, and the rest of `out`, are zeros: a graph captured for a larger batch
+    then finds no work there.
     """
     rows = columns[0].shape[0]
-    table = columns[0].new_zeros(rows, ROW, dtype=torch.int32) if out is None else out[:rows]
-    table[:, : len(columns)] = torch.stack(columns, 1)
-    if out is not None:
-        out[rows:] = 0
+    values = torch.stack(columns, 1)
+    table = values.new_zeros(rows, ROW, dtype=torch.int32) if out is None else out.zero_()[:rows]
+    table[:, : len(columns)] = values if used is None else values * used[:, None]
     return table
 
 
@@ -139,13 +139,13 @@ def expand(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
 def _share_size(blocks: Tensor, exists: Tensor, budget: int, least: int) -> Tensor:
     """Key blocks per share: the least size, of 64 tried, that makes at most `budget` shares.
 
+    The sizes grow from ``max(total / budget, least)`` in steps of a 32nd of it, rounded up.
     ``sum(ceil(blocks / size)) <= total / size + tiles``, so twice ``total / budget`` is enough
     wherever half the budget covers the tiles; the sizes tried end with one that leaves every tile
     whole.
     """
-    base = (blocks.sum() / budget).clamp(min=least)
-    steps = torch.arange(64, device=blocks.device) / 32
-    sizes = torch.ceil(base * (1 + steps)).long()
+    steps = torch.arange(32, 96, device=blocks.device)
+    sizes = torch.maximum(-(-blocks.sum() * steps // (32 * budget)), -(-least * steps // 32))
     sizes[-1:] = blocks.max().clamp(min=least)
     shares = torch.where(exists, (-(-blocks // sizes[:, None])).clamp(min=1), 0).sum(1)
     fits = (shares <= budget).long()
@@ -168,14 +168,14 @@ def make_items(
     """
     q_begin, q_len, band_begin, band_end, k_begin, k_end = tiles
     capacity = q_begin.shape[0]
+    exists = q_len > 0
     k_end = torch.maximum(k_end, k_begin)
     start = k_begin // config.block_n
-    blocks = torch.where(k_end > k_begin, -(-k_end // config.block_n) - start, 0)
+    blocks = torch.where(exists & (k_end > k_begin), -(-k_end // config.block_n) - start, 0)
     if not budget:
-        order = blocks.masked_fill(q_len == 0, -1).argsort(descending=True, stable=True)
+        order = blocks.masked_fill(~exists, -1).argsort(descending=True, stable=True)
         columns = [c[order] for c in (q_begin, q_len, band_begin, band_end, k_begin, k_end)]
-        return table_of(columns, out.items if out else None), None
-    exists = q_len > 0
+        return table_of(columns, out.items if out else None, exists[order]), None
     size = _share_size(blocks, exists, budget, config.min_share)
     shares = torch.where(exists, (-(-blocks // size)).clamp(min=1), 0)
     tile, share, used = expand(shares, max(budget, capacity))
@@ -185,7 +185,7 @@ def make_items(
     items = table_of(
         [
             q_begin[tile],
-            torch.where(used, q_len[tile], 0),
+            q_len[tile],
             band_begin[tile],
             band_end[tile],
             begin,
@@ -193,9 +193,12 @@ def make_items(
             shares[tile] > 1,
         ],
         out.items if out else None,
+        used,
     )
     reductions = table_of(
-        [q_begin, q_len, shares.cumsum(0) - shares, shares], out.reductions if out else None
+        [q_begin, q_len, shares.cumsum(0) - shares, shares],
+        out.reductions if out else None,
+        exists,
     )
     return items, reductions
 

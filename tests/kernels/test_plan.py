@@ -223,6 +223,28 @@ def test_shares_of_split_decodes_are_about_equal(k_lens: list[int]) -> None:
     assert len(sizes) <= 1
 
 
+def test_tiles_that_could_be_but_are_not_make_no_share_larger() -> None:
+    # Two rows fit a tile: beside prefills, four decodes of a row each leave two tiles unused.
+    config = TileConfig(4, 16, programs=64, min_share=1)
+    lens = ([1, 1, 1, 1, 9], [100, 40, 3000, 5000, 9])
+    prefill, decode = plan_batch(Planner(config, max_tokens=0, max_seqs=0), *lens, 4).parts
+    size = max(blocks(used(decode), config).tolist())
+    total = sum(-(-n // 16) for n in lens[1][:4])
+    assert decode.items.shape[0] == 32
+    assert size <= math.ceil(total / 32 * 1.25)
+    assert not bool((decode.items[decode.items[:, 1] == 0] != 0).any())
+    assert not bool((prefill.items[prefill.items[:, 1] == 0] != 0).any())
+
+
+def test_shares_are_counted_in_whole_numbers() -> None:
+    # A quarter of these blocks, the first size tried, is rounded down in fp32: too small to fit.
+    total = (1 << 26) + 2
+    config = TileConfig(4, 1, programs=8, min_share=1)
+    (part,) = plan_batch(Planner(config, max_tokens=0, max_seqs=0), [1], [total], 1).parts
+    size = -(-total // 4)
+    assert blocks(used(part), config).tolist() == [size, size, size, total - 3 * size]
+
+
 def test_decode_of_one_long_sequence_uses_the_whole_chip() -> None:
     config = TileConfig(4, 16, programs=64, min_share=2)
     planner = Planner(config, max_tokens=4, max_seqs=4)
