@@ -10,14 +10,13 @@ Triton turns the products into wgmma on Hopper, tcgen05 on Blackwell and mma.syn
 """
 
 import functools
-import json
-from importlib.resources import files
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from magi_serve.kernels.ffa import tuning
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import ROW, Plan, Regime, TileConfig
 from magi_serve.types import AttentionProblem
@@ -299,21 +298,6 @@ def _reduce_kernel(
 
 
 @functools.cache
-def _tuned() -> dict[str, dict[str, dict[str, int]]]:
-    text = (files("magi_serve.kernels.ffa") / "tuned" / "triton.json").read_text()
-    tables: dict[str, dict[str, dict[str, int]]] = json.loads(text)["tiles"]
-    return tables
-
-
-def _tiles(arch: int, regime: Regime, bits: int, dim: int) -> dict[str, int]:
-    """The entry for one architecture where there is one, else the one that fits all of them."""
-    tables = _tuned()
-    name = f"{regime}_{bits}bit"
-    special = tables.get(f"{name}_sm{arch}", {})
-    return dict(special.get(str(dim)) or tables[name][str(dim)])
-
-
-@functools.cache
 def num_sms(device: str) -> int:
     """Multiprocessors of the current device; where there is none, as many as an H200 has."""
     if device != "cuda":
@@ -321,19 +305,23 @@ def num_sms(device: str) -> int:
     return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
 
 
-@functools.lru_cache(maxsize=1024)
+@tuning.cached
 def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
     """Tuned tiles for `problem`: by regime, width of the dtype and padded head dim.
 
     Decode tiles hold all query heads of a kv head for `max_q_len` rows, 16 to 64 matrix rows.
     """
+    rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
+    decode_m = min(max(triton.next_power_of_2(rows), 16), 64)
+    kinds = tuning.kinds(problem, regime, wide=decode_m > 16)
     bits = problem.q_dtype.itemsize * 8
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v), 64)
-    entry: dict[str, Any] = _tiles(problem.arch or 0, regime, bits, min(dim, 256))
+    found = tuning.row("triton", problem, kinds, bits=bits, dim=min(dim, 256))
+    assert found is not None
+    entry: dict[str, Any] = dict(found)
     per_sm = entry.pop("programs_per_sm")
     if regime == "decode":
-        rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
-        entry["block_m"] = min(max(triton.next_power_of_2(rows), 16), 64)
+        entry["block_m"] = decode_m
     return TileConfig(programs=per_sm * num_sms(problem.device), programs_per_sm=per_sm, **entry)
 
 
