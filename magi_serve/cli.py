@@ -28,6 +28,11 @@ COMMANDS = {
         ("torch",),
         "say what this machine can run and why not the rest; --check runs it",
     ),
+    "complete": Command(
+        "magi_serve.complete",
+        (),
+        "ask a model on any OpenAI-compatible server about long files, with a progress bar",
+    ),
     "bench": Command(
         "magi_serve.bench.cli",
         ("torch", "vllm"),
