@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from magi_serve.errors import MagiServeError
-from magi_serve.server import engine, routes
+from magi_serve.server import engine, middleware, routes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -79,6 +79,8 @@ async def create_app(client: Any, args: Namespace) -> FastAPI:
     tasks = await client.get_supported_tasks()
     app: FastAPI = engine.vllm_server("build_app")(args, tasks, client.model_config)
     routes.attach(app)
+    middleware.attach(app, args)
+    middleware.guard_engine(client, args)
     await engine.vllm_server("init_app_state")(client, app.state, args, tasks)
     routes.init_state(app.state, await engine.attention_report(client, args))
     return app

@@ -66,6 +66,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from magi_serve.backends.vllm.compat import show_our_logs
+    from magi_serve.server.middleware.options import add_options, settle
 
     vllm_server("cli_env_setup")()
     parser = FlexibleArgumentParser(prog="magi-serve")
@@ -77,6 +78,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
         epilog="--help=all prints every option, --help=GROUP a group, --help=WORD what matches it.",
     )
     vllm_server("make_arg_parser")(serve)
+    add_options(serve)
     args: Namespace = parser.parse_args(["serve", *argv])
     args.model = args.model_tag or args.model
     if configure := getattr(vllm.logger, "configure_logging_from_args", None):  # not in 0.26
@@ -89,6 +91,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
             f"`vllm serve ... --attention-backend {OUR_BACKEND}` does this, with the same attention"
         )
     args.host = args.host or "127.0.0.1"
+    settle(args)
     if chosen_backend(args) is None:
         args.attention_backend = OUR_BACKEND
     args.worker_extension_cls = args.worker_extension_cls or WORKER_EXTENSION
@@ -146,12 +149,14 @@ def refuse_model(args: Namespace) -> None:
     from vllm.v1.attention.selector import get_attn_backend
 
     from magi_serve.backends.vllm.compat import WAY_OUT
+    from magi_serve.server.middleware.options import leave_room
 
     try:
         with suppress_logging(logging.INFO):  # the engine says all of it again
             config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (OSError, ValueError) as error:
         raise ServeError(f"vLLM refuses these options: {error}") from error
+    leave_room(args, config)
     model = config.model_config
     if chosen_backend(args) != OUR_BACKEND or model.is_attention_free:
         return
