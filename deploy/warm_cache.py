@@ -9,9 +9,9 @@ JSON line per shape: how many kernels are launched, and how many of them were no
 A GPU finds these entries because Triton's cache knows nothing of a device but its architecture. Its
 key is made of the sources of a kernel and of what it calls, its arguments' types, alignments and
 constants, its launch options, the versions of Triton and of ptxas, and the environment variables
-that change what Triton generates. How many multiprocessors there are is not in it, but decides how
-batches are cut, and by that which kernels are launched. Entries hold absolute paths: use the cache
-where it was made.
+that change what Triton generates. A GPU's name and its count of multiprocessors are not in it, but
+decide how batches are cut, and by that which kernels are launched. Entries hold absolute paths: use
+the cache where it was made.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from magi_serve.kernels.ffa import api, triton_attention, warmup
+from magi_serve.kernels.ffa import api, triton_attention, tuning, warmup
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.paged.triton_store import write_kv_triton
 from magi_serve.types import AttentionProblem
 
-MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
-"""By architecture: those of an H200, a B200 and a B300."""
+GPUS = {90: ("NVIDIA H200", 132), 100: ("NVIDIA B200", 148), 103: ("NVIDIA B300", 148)}
+"""By architecture: the GPU that is stood in for, and how many multiprocessors it has."""
 
 PAGE_SIZE = 16
 """vLLM's default where our backend runs."""
@@ -59,8 +59,10 @@ class StandIn:
 
 def stand_in(arch: int) -> None:
     """Let this process compile for a GPU of `arch`; every launch stops after compilation."""
+    name, multiprocessors = GPUS[arch]
     driver.set_active(StandIn(arch))
-    triton_attention.num_sms = lambda device: MULTIPROCESSORS[arch]
+    tuning.gpu_name = lambda: name
+    triton_attention.num_sms = lambda device: multiprocessors
     warmup.write_kv = write_kv_triton  # the public one goes by the device of its tensors
     run = JITFunction.run
 
@@ -115,7 +117,7 @@ def reports(arch: int, shapes: Path, *limits: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("arch", type=int, choices=MULTIPROCESSORS, help="compute capability")
+    parser.add_argument("arch", type=int, choices=GPUS, help="compute capability")
     parser.add_argument("--shapes", type=Path, required=True, help="JSON: heads of whole models")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="as for the engine")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="likewise")
