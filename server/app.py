@@ -10,14 +10,19 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from magi_serve.errors import MagiServeError
 from magi_serve.server import engine, middleware, routes
+from magi_serve.server.errors import ServeError
+from magi_serve.server.gate import Gate
+from magi_serve.server.lifecycle import Lifecycle, warm_up
+from magi_serve.server.starting import Server, StartProbes, answer_while_starting
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -29,10 +34,11 @@ def main(argv: Sequence[str]) -> int:
         argv: the options of ``vllm serve``.
 
     Returns:
-        0 when SIGTERM or SIGINT ended the service, 1 when it could not start or its engine died.
+        0 when SIGTERM or SIGINT ended the service, 1 when it could not start or its engine died;
+        docs/operations.md has the table.
     """
     for sig in _SIGNALS:
-        signal.signal(sig, _leave_start)
+        signal.signal(sig, _leave)
     try:
         args = engine.parse_args(argv)
         import uvloop
@@ -46,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
 async def serve(args: Namespace) -> int:
     """Start the engine and answer requests until a signal comes or the engine dies.
 
-    The socket is bound first, so that a port in use is known before a model is loaded.
+    The socket is bound first, so that a port in use is known before a model is loaded, and so that
+    probes are answered from then on.
 
     Returns:
         The exit code, as in `main`.
@@ -54,24 +61,43 @@ async def serve(args: Namespace) -> int:
     Raises:
         MagiServeError: the service cannot start; nothing is left running.
     """
-    with contextlib.closing(engine.bind(args)) as sock:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(contextlib.closing(engine.bind(args)))
+        config = _uvicorn_config(answer_while_starting, args, log_level="warning")
+        probes = stack.enter_context(contextlib.closing(StartProbes(sock, config)))
         engine.refuse_model(args)
         async with engine.start(args) as client:
             app = await create_app(client, args)
-            server = app.state.server = Server(_uvicorn_config(app, args))
-            loop = asyncio.get_running_loop()
-            for sig in _SIGNALS:
-                loop.add_signal_handler(sig, server.stop)
-            background = [
-                loop.create_task(_announce(app, sock, args)),
-                loop.create_task(_watch(server, client)),
-            ]
-            try:
-                await server.serve(sockets=[sock])
-            finally:
-                for task in background:
-                    task.cancel()
-            return 0 if server.started and not client.errored else 1
+            await warm_up(client)
+            await asyncio.to_thread(probes.close)
+            return await _serve(app, client, sock, args)
+
+
+async def _serve(app: FastAPI, client: Any, sock: socket.socket, args: Namespace) -> int:
+    """Answer requests on `sock` until it is time to end, and return the exit code."""
+    gate = Gate(app)
+    server = Server(_uvicorn_config(gate, args))
+    lifecycle = Lifecycle(server, gate, client, grace_s=args.shutdown_timeout)
+    app.state.magi_serve_lifecycle = lifecycle
+    app.state.server = lifecycle.verdict
+    loop = asyncio.get_running_loop()
+    for sig in _SIGNALS:
+        loop.add_signal_handler(sig, lifecycle.stop)
+    if args.enable_ssl_refresh and server.config.ssl:
+        app.state.ssl_refresher = engine.vllm_server("SSLCertRefresher")(
+            server.config.ssl, args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs
+        )
+    living = loop.create_task(lifecycle.run())
+    announcing = loop.create_task(_announce(server, app, sock, args))
+    try:
+        await server.serve(sockets=[sock])
+        for sig in _SIGNALS:
+            loop.remove_signal_handler(sig)
+            signal.signal(sig, _leave)  # the engine's end is not waited for twice
+        return await living if server.started else 1
+    finally:
+        for task in (living, announcing):
+            task.cancel()
 
 
 async def create_app(client: Any, args: Namespace) -> FastAPI:
@@ -86,19 +112,6 @@ async def create_app(client: Any, args: Namespace) -> FastAPI:
     return app
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, told to stop by `serve` and not by handlers of its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def stop(self) -> None:
-        """End when open requests have, within ``--shutdown-timeout``; at once the second time."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
 def curl_line(url: str, model: str, *, uds: str | None = None, needs_key: bool = False) -> str:
     """A shell command that gets a completion from the service at `url`."""
     body = {"model": model, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
@@ -108,8 +121,8 @@ def curl_line(url: str, model: str, *, uds: str | None = None, needs_key: bool =
     return shlex.join([*words, "-H", "Content-Type: application/json", "-d", json.dumps(body)])
 
 
-def _leave_start(*_: object) -> None:
-    """End the process while it starts, before `serve` takes the signals.
+def _leave(*_: object) -> None:
+    """End the process at once, while it starts or once it has nothing left but to end.
 
     Raising would not do: vLLM waits for its engine in pyzmq's poll, which drops what it raises.
     """
@@ -118,7 +131,7 @@ def _leave_start(*_: object) -> None:
     os._exit(0)
 
 
-def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, args: Namespace, log_level: str | None = None) -> uvicorn.Config:
     from vllm import envs
 
     files = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
@@ -127,25 +140,23 @@ def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
         options["log_config"] = log_config
     config = uvicorn.Config(
         app,
-        log_level=args.uvicorn_log_level,
+        log_level=log_level or args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=args.shutdown_timeout or 1,  # 0 is an error in uvicorn's log
+        timeout_graceful_shutdown=1,  # the gate has drained before
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         **options,
     )
-    config.load()
-    if args.enable_ssl_refresh and config.ssl:
-        refresher = engine.vllm_server("SSLCertRefresher")
-        app.state.ssl_refresher = refresher(
-            config.ssl, args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs
-        )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ServeError(f"cannot use the --ssl-... files ({error})") from error
     return config
 
 
-async def _announce(app: FastAPI, sock: socket.socket, args: Namespace) -> None:
+async def _announce(server: Server, app: FastAPI, sock: socket.socket, args: Namespace) -> None:
     """Once requests are taken, say where, and how to try it."""
-    while not app.state.server.started:
+    while not server.started:
         await asyncio.sleep(0.05)
     model = app.state.openai_serving_models.base_model_paths[0].name
     url = "http://localhost" if args.uds else _url(sock, tls=bool(args.ssl_certfile))
@@ -157,10 +168,3 @@ def _url(sock: socket.socket, *, tls: bool) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-async def _watch(server: Server, client: Any) -> None:
-    """Stop serving when the engine has died."""
-    while True:
-        await asyncio.sleep(1.0)
-        engine.vllm_server("terminate_if_errored")(server, client)

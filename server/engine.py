@@ -22,6 +22,13 @@ WORKER_EXTENSION = "magi_serve.backends.vllm.worker.WorkerReport"
 LEAVE_TO_VLLM = "--attention-backend auto"
 """vLLM's own way to say that it chooses the backend itself."""
 
+SHUTDOWN_TIMEOUT_S = 15
+"""The default of ``--shutdown-timeout``, which is 0 in vLLM: how long open requests may go on.
+
+With a preStop sleep of 5 s before it, and the final events and the engine's end after it, some 26 s
+of the 30 s that Kubernetes leaves a pod to end.
+"""
+
 VLLM_SERVER_MODULES = (
     "vllm.entrypoints.common.cli_args",  # 0.33
     "vllm.entrypoints.common.startup",
@@ -79,6 +86,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     )
     vllm_server("make_arg_parser")(serve)
     add_options(serve)
+    serve.set_defaults(shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     args: Namespace = parser.parse_args(["serve", *argv])
     args.model = args.model_tag or args.model
     if configure := getattr(vllm.logger, "configure_logging_from_args", None):  # not in 0.26

@@ -1,4 +1,4 @@
-"""What the service says about itself: ``/live``, ``/ready`` and ``/version``."""
+"""What the service says about itself: ``/live``, ``/startup``, ``/ready`` and ``/version``."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -14,20 +14,20 @@ async def live() -> JSONResponse:
     return JSONResponse({"status": "live"})
 
 
+@router.get("/startup")
+async def startup(request: Request) -> JSONResponse:
+    """200 once the engine has been loaded and has answered a first request."""
+    if hasattr(request.app.state, "magi_serve_lifecycle"):
+        return JSONResponse({"status": "started"})
+    return _not_ready("starting")
+
+
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """200 when requests are taken and the engine is healthy, 503 with the reason otherwise."""
-    state = request.app.state
-    server = getattr(state, "server", None)
-    if server is None or not server.started:
-        return _not_ready("starting")
-    if server.should_exit:
-        return _not_ready("stopping")
-    try:
-        await state.engine_client.check_health()
-    except Exception as error:
-        return _not_ready(f"the engine is not healthy ({type(error).__name__})")
-    return JSONResponse({"status": "ready"})
+    """200 when requests are taken and the engine steps, 503 with the reason otherwise."""
+    lifecycle = getattr(request.app.state, "magi_serve_lifecycle", None)
+    reason = await lifecycle.why_not_ready() if lifecycle else "starting"
+    return _not_ready(reason) if reason else JSONResponse({"status": "ready"})
 
 
 @router.get("/version")

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -232,20 +231,20 @@ def test_what_we_cannot_serve_is_refused_with_the_reason(
 
 
 # The last test: it ends the service of this run.
-def test_sigterm_ends_the_process_with_0_while_a_stream_is_open(
+def test_sigterm_ends_the_process_with_0_after_an_open_stream(
     client: openai.OpenAI, service: Any
 ) -> None:
     stream = client.completions.create(
         model=MODEL,
         prompt="Count:",
-        max_tokens=900,
+        max_tokens=16,
         stream=True,
         extra_body={"ignore_eos": True},
     )
-    next(iter(stream))
-    start = time.monotonic()
+    chunks = iter(stream)
+    next(chunks)
     service.process.send_signal(signal.SIGTERM)
+    assert [*chunks][-1].choices[0].finish_reason == "length"
     assert service.process.wait(30) == 0
-    assert time.monotonic() - start < 20
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.url}/live")

@@ -1,7 +1,6 @@
 """Our routes over a fake engine: what they answer while starting, serving, stopping and broken."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from magi_serve import __version__
 from magi_serve.server import routes
 
 
-class FakeEngine:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+class FakeLifecycle:
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason = reason
 
-    async def check_health(self) -> None:
-        if self.error:
-            raise self.error
+    async def why_not_ready(self) -> str | None:
+        return self.reason
 
 
 def app_of(**state: Any) -> FastAPI:
@@ -51,35 +49,31 @@ def get(app: FastAPI, path: str) -> httpx.Response:
     return asyncio.run(ask())
 
 
-def serving(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**({"started": True, "should_exit": False} | changes))
-
-
 def test_live_answers_before_there_is_an_engine() -> None:
     assert get(app_of(), "/live").json() == {"status": "live"}
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ({}, "starting"),
-        ({"server": serving(started=False)}, "starting"),
-        ({"server": serving(should_exit=True)}, "stopping"),
-        (
-            {"server": serving(), "engine_client": FakeEngine(RuntimeError("secret"))},
-            "the engine is not healthy (RuntimeError)",
-        ),
-    ],
-)
-def test_not_ready_says_why(state: dict[str, Any], reason: str) -> None:
-    answer = get(app_of(**state), "/ready")
-    assert answer.status_code == 503
-    assert answer.json() == {"status": reason}
+@pytest.mark.parametrize("path", ["/ready", "/startup"])
+def test_an_application_without_a_life_is_starting(path: str) -> None:
+    answer = get(app_of(), path)
+    assert (answer.status_code, answer.json()) == (503, {"status": "starting"})
 
 
-def test_ready_once_the_engine_is_healthy() -> None:
-    answer = get(app_of(server=serving(), engine_client=FakeEngine()), "/ready")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+def test_not_ready_says_why() -> None:
+    answer = get(app_of(magi_serve_lifecycle=FakeLifecycle("draining")), "/ready")
+    assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+
+
+def test_ready_and_started() -> None:
+    app = app_of(magi_serve_lifecycle=FakeLifecycle())
+    for path, status in (("/ready", "ready"), ("/startup", "started")):
+        answer = get(app, path)
+        assert (answer.status_code, answer.json()) == (200, {"status": status})
+
+
+def test_a_service_that_is_not_ready_has_still_started() -> None:
+    app = app_of(magi_serve_lifecycle=FakeLifecycle("draining"))
+    assert get(app, "/startup").status_code == 200
 
 
 def test_our_version_wins_and_other_routes_stay() -> None:
