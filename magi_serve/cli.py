@@ -38,6 +38,11 @@ COMMANDS = {
         ("torch", "vllm"),
         "measure: `attention` kernels beside others, `serve` vLLM end to end by backend",
     ),
+    "tune": Command(
+        "magi_serve.bench.tune",
+        ("torch",),
+        "choose the kernels' tiles on this GPU by measuring, and write them to a file",
+    ),
 }
 
 
