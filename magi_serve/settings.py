@@ -1,12 +1,14 @@
 """Settings of the serving parts: variables ``MAGI_SERVE_*`` and vLLM's ``--additional-config``.
 
 Read once, when a process first asks for an engine's settings, and passed down from there. The
-kernels never see them. The engine's processes have `Settings`; `ServiceSettings` are for the
-process that speaks HTTP only, so that a key never reaches an engine's configuration or its log.
+kernels never see them; they are only told which file of tuned tiles counts. The engine's processes
+have `Settings`; `ServiceSettings` are for the process that speaks HTTP only, so that a key never
+reaches an engine's configuration or its log.
 """
 
 import functools
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +18,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from magi_serve.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "MAGI_SERVE_"
 CONFIG_KEY = "magi_serve"
@@ -36,6 +40,11 @@ class Settings(BaseModel):
         description="attention kernel: 'auto' lets dispatch take the fastest one that can do the "
         "problem, a name forces that kernel and fails with reasons where it cannot",
     )
+    tuned: Path | None = Field(
+        None,
+        description="file of tuned tiles that counts before the package's own, as `magi-serve "
+        "tune --out FILE` writes",
+    )
 
     @field_validator("kernel")
     @classmethod
@@ -46,6 +55,15 @@ class Settings(BaseModel):
         accepted = ("auto", *KERNEL_NAMES)
         if value not in accepted:
             raise ValueError(f"accepts {', '.join(accepted)}")
+        return value
+
+    @field_validator("tuned")
+    @classmethod
+    def _readable_tiles(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            from magi_serve.kernels.ffa.tuned_files import read
+
+            read(value)
         return value
 
     @property
@@ -151,7 +169,7 @@ def _variables() -> dict[str, str]:
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
-    """The settings of this process.
+    """The settings of this process; the file `tuned`, if any, counts in it from here on.
 
     Args:
         config: what ``--additional-config`` holds under ``magi_serve``; wins over the environment.
@@ -175,13 +193,19 @@ def _load(config_json: str) -> Settings:
     }
     from_config = json.loads(config_json)
     try:
-        return Settings(**{**from_env, **from_config})
+        settings = Settings(**{**from_env, **from_config})
     except ValidationError as error:
         problems = [
             _explain(e["type"], str(e["loc"][0]), e["input"], e["msg"], from_config)
             for e in error.errors()
         ]
         raise SettingsError("; ".join(problems)) from None
+    if settings.tuned is not None:
+        from magi_serve.kernels.ffa import tuned_files, tuning
+
+        tuning.use(tuned_files.read(settings.tuned))
+        logger.info("tuned tiles of %s count before the package's own", settings.tuned)
+    return settings
 
 
 def _explain(kind: str, key: str, value: Any, message: str, from_config: Mapping[str, Any]) -> str:

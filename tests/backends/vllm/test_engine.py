@@ -166,7 +166,7 @@ def test_an_fp8_cache_is_refused_with_the_reason(refusals: list[str]) -> None:
 
 
 def test_an_unknown_settings_key_is_an_error_that_names_it(refusals: list[str]) -> None:
-    assert "kernle is not a setting (accepted: kernel)" in refusals[2]
+    assert "kernle is not a setting (accepted: kernel, tuned)" in refusals[2]
 
 
 def test_an_unknown_kernel_is_an_error_that_names_the_known_ones(refusals: list[str]) -> None:
