@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from magi_serve.errors import MagiServeError
-from magi_serve.server import engine, middleware, routes
+from magi_serve.server import engine, middleware, routes, streams
 from magi_serve.server.errors import ServeError
 from magi_serve.server.gate import Gate
 from magi_serve.server.lifecycle import Lifecycle, warm_up
@@ -105,6 +105,7 @@ async def create_app(client: Any, args: Namespace) -> FastAPI:
     tasks = await client.get_supported_tasks()
     app: FastAPI = engine.vllm_server("build_app")(args, tasks, client.model_config)
     routes.attach(app)
+    streams.attach(app, client, args)
     middleware.attach(app, args)
     middleware.guard_engine(client, args)
     await engine.vllm_server("init_app_state")(client, app.state, args, tasks)
