@@ -96,11 +96,12 @@ def _attend_batch(call: AttentionCall, plan: Plan, items: Tensor) -> None:
     maxima, lse, total, acc = by_row(m), by_row(lse), by_row(denominator), by_row(acc)
     if call.max_logits is not None:
         call.max_logits.copy_(torch.maximum(call.max_logits, maxima.amax(0)))
-    lse = torch.where(total > 0, lse, float("-inf"))
-    scale = torch.where(total > 0, 1 / total, 0.0)
+    empty = total == 0  # no key seen; NaN where a NaN was
+    lse = torch.where(empty, float("-inf"), lse)
+    scale = torch.where(empty, 0.0, 1 / total)
     if call.sink is not None:
         with_sink = torch.logaddexp(lse, call.sink[at] if call.sink.ndim == 2 else call.sink)
-        scale = torch.where(total > 0, scale * torch.exp(lse - with_sink), 0.0)
+        scale = torch.where(empty, 0.0, scale * torch.exp(lse - with_sink))
         lse = with_sink
     call.out[at] = (acc * scale[..., None]).to(call.out.dtype)
     call.lse[at] = lse

@@ -111,7 +111,11 @@ def _store_rows(
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """Finish complete softmax states: sink, lse and normalisation, once per row."""
+    """Finish complete softmax states: sink, lse and normalisation, once per row.
+
+    `total` is 0 for a row that saw no key, and NaN for one that saw a NaN: maxima drop NaN, sums do
+    not.
+    """
     offs_dv = tl.arange(0, BLOCK_DV)
     token = token.to(tl.int64)
     m_safe = tl.where(m == float("-inf"), 0.0, m)
@@ -123,11 +127,11 @@ def _store_rows(
         # The difference of equal numbers, fused with the scaling above, would not be 0.
         sink_weight = tl.exp2(tl.where(sink >= m, 0.0, sink - top_safe))
         with_sink = total * weight + tl.where(sink == float("-inf"), 0.0, sink_weight)
-        scale = tl.where(with_sink > 0, weight / with_sink, 0.0)
-        lse = tl.where(with_sink > 0, (top_safe + tl.log2(with_sink)) * LN2, float("-inf"))
+        scale = tl.where(with_sink == 0, 0.0, weight / with_sink)
+        lse = tl.where(with_sink == 0, float("-inf"), (top_safe + tl.log2(with_sink)) * LN2)
     else:
-        scale = tl.where(total > 0, 1.0 / total, 0.0)
-        lse = tl.where(total > 0, (m_safe + tl.log2(total)) * LN2, float("-inf"))
+        scale = tl.where(total == 0, 0.0, 1.0 / total)
+        lse = tl.where(total == 0, float("-inf"), (m_safe + tl.log2(total)) * LN2)
     out_at = out_ptr + (token * stride_o_t + head * stride_o_h)[:, None] + offs_dv[None, :]
     out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at, out, mask=valid[:, None] & (offs_dv < DV)[None, :])
