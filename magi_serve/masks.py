@@ -38,11 +38,18 @@ def _integers(name: str, value: Any) -> np.ndarray:
             f"{name} is on {value.device}; AttentionSlices takes host data (lists, numpy arrays "
             f"or CPU tensors), checked once without a device synchronisation: pass {name}.cpu()"
         )
-    array = np.asarray(value.numpy() if isinstance(value, Tensor) else value)
+    try:
+        # As a list: numpy has not all of torch's dtypes.
+        array = np.asarray(value.tolist() if isinstance(value, Tensor) else value)
+    except ValueError as error:
+        raise ShapeError(f"{name} is ragged; expected rows of one length: {error}") from error
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise DTypeError(f"{name} has dtype {array.dtype}; expected integers")
+        raise DTypeError(
+            f"{name} has dtype {getattr(value, 'dtype', array.dtype)}; expected integers, in "
+            "lists, a numpy array or a CPU tensor"
+        )
     return array.astype(np.int64)
 
 
@@ -77,9 +84,10 @@ class AttentionSlices:
     slice see no key. The check runs here, once; device copies of the derived plan are cached.
 
     Raises:
-        ShapeError, DTypeError: the arrays are not shaped or typed as above.
-        ArgumentError: a range is not half-open and non-negative, a mask type is unknown, data is on
-            a device, or two slices overlap (the message names both).
+        ShapeError: an array is not shaped as above, or has another length than the others.
+        DTypeError: something else than integers is given.
+        ArgumentError: a range is not half-open, not within ``[0, UNBOUNDED)``, a mask type is
+            unknown, data is on a device, or two slices overlap (the message names both).
     """
 
     q_ranges: np.ndarray

@@ -6,12 +6,42 @@ without need; validation happens once, when a value is made, and never synchroni
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from magi_serve.errors import ArgumentError, DTypeError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+
+
+def given(name: str, value: object) -> str:
+    """An argument as an error names it: with its value where that is short, else with its type."""
+    if value is None or isinstance(value, str | int | float):
+        return f"{name}={value!r}"
+    kind = type(value)
+    return f"{name} of type {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
+
+
+def check_types(kind: type[Any], **arguments: object) -> None:
+    """Raise unless every argument is a `kind`; a message says how to make one.
+
+    Raises:
+        DTypeError: something else is given for a tensor.
+        ArgumentError: something else is given for another `kind`.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, kind):
+            continue
+        if kind is Tensor:
+            raise DTypeError(
+                f"{given(name, value)} is not accepted; expected a torch.Tensor: pass "
+                f"torch.as_tensor({name})"
+            )
+        wanted = f"a {kind.__name__}"
+        if is_dataclass(kind):
+            wanted = f"{kind.__name__}({', '.join(field.name for field in fields(kind))})"
+        raise ArgumentError(f"{given(name, value)} is not accepted; expected {wanted}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,7 +54,8 @@ class SinkSpec:
             Never scaled or soft-capped. ``[num_q_heads]`` is taken as one sink per head.
 
     Raises:
-        ShapeError, DTypeError: logits are not shaped or typed as above.
+        ShapeError: logits have no dimension, or more than three.
+        DTypeError: logits are not a tensor, or not of floating-point numbers.
 
     Source: StreamingLLM (arXiv:2309.17453); gpt-oss; MagiAttention's "sh" and "ssh" layouts.
     """
@@ -35,7 +66,10 @@ class SinkSpec:
         logits = self.logits
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-            raise DTypeError(f"sink logits have type {got}; expected a floating-point tensor")
+            raise DTypeError(
+                f"sink logits have type {got}; expected a floating-point tensor: pass "
+                "torch.as_tensor(logits, dtype=torch.float32)"
+            )
         if logits.ndim == 1:
             object.__setattr__(self, "logits", logits[None])
         elif logits.ndim not in (2, 3):
@@ -77,7 +111,12 @@ class PagedKV:
         seqlens_k: ``[num_seqs]`` int32: keys of each sequence; what lies past them is never used.
 
     Raises:
-        ShapeError, DTypeError, ArgumentError: tensors are not shaped, typed or placed as above.
+        ShapeError: a tensor has other dimensions than above, k and v disagree in the first three,
+            or seqlens_k and page_table in num_seqs.
+        DTypeError: something is not a tensor, k and v differ in dtype, or page_table or seqlens_k
+            is not int32.
+        DeviceError: k and v are on different devices.
+        ArgumentError: the last stride of k, v or page_table is not 1.
     """
 
     k: Tensor
@@ -86,6 +125,9 @@ class PagedKV:
     seqlens_k: Tensor
 
     def __post_init__(self) -> None:
+        check_types(
+            Tensor, k=self.k, v=self.v, page_table=self.page_table, seqlens_k=self.seqlens_k
+        )
         for name in ("k", "v"):
             pool = getattr(self, name)
             if pool.ndim != 4:
@@ -106,6 +148,10 @@ class PagedKV:
         if self.k.dtype != self.v.dtype:
             raise DTypeError(
                 f"k is {self.k.dtype} and v is {self.v.dtype}; they must have one dtype"
+            )
+        if self.k.device != self.v.device:
+            raise DeviceError(
+                f"k is on {self.k.device} and v is on {self.v.device}; move one of them"
             )
         if self.page_table.ndim != 2:
             raise ShapeError(

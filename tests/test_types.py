@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_serve import AttentionSlices, MaskType, PagedKV, SinkSpec, ffa_attention
-from magi_serve.errors import ArgumentError, DTypeError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.masks import UNBOUNDED
 from magi_serve.testing import make_slices
 from magi_serve.types import AttentionProblem
@@ -159,6 +159,24 @@ def test_slices_on_a_device_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
+        (([(0, 1), (2,)], [(0, 1)]), ShapeError, r"q_ranges is ragged; expected rows of one leng"),
+        (([(0, 1)], [(0, 1)], [[0], 1]), ShapeError, r"mask_types is ragged; expected rows of"),
+        ((None, [(0, 1)]), DTypeError, r"q_ranges has dtype object; expected integers"),
+        (([(0, 1)], "ab"), DTypeError, r"k_ranges has dtype <U2; expected integers, in lists, a n"),
+        (([(0, 1)], {(0, 1)}), DTypeError, r"k_ranges has dtype object; expected integers"),
+        (([(0, 1 << 64)], [(0, 1)]), DTypeError, r"q_ranges has dtype object; expected integers"),
+        (([(True, True)], [(0, 1)]), DTypeError, r"q_ranges has dtype bool; expected integers"),
+        (
+            (torch.zeros(1, 2, dtype=torch.bfloat16), [(0, 1)]),
+            DTypeError,
+            r"q_ranges has dtype torch.bfloat16; expected integers",
+        ),
+        (
+            (torch.zeros(1, 2, requires_grad=True), [(0, 1)]),
+            DTypeError,
+            r"q_ranges has dtype torch.float32; expected integers",
+        ),
+        (([(0, 1)], [(0, 1)], MaskType.FULL), ShapeError, r"mask_types has shape \(\); expected"),
         (
             ([(0, 1, 2)], [(0, 1)]),
             ShapeError,
@@ -224,6 +242,12 @@ def test_several_sinks_combine_to_their_logsumexp() -> None:
             r"sink logits have type torch.int64; expected",
         ),
         ([0.0, 1.0], DTypeError, r"sink logits have type list; expected a floating-point tensor"),
+        (
+            np.zeros(3),
+            DTypeError,
+            r"have type ndarray; expected .*: pass torch.as_tensor\(logits, ",
+        ),
+        (None, DTypeError, r"sink logits have type NoneType; expected a floating-point tensor"),
         (torch.zeros(()), ShapeError, r"sink logits have shape \(\); expected \[num_sinks"),
         (torch.zeros(1, 2, 3, 4), ShapeError, r"sink logits have shape \(1, 2, 3, 4\)"),
     ],
@@ -252,9 +276,29 @@ def test_pages_say_their_size() -> None:
     assert (pages().page_size, pages().num_kv_heads) == (16, 2)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "page_table", "seqlens_k"])
+def test_pages_that_are_no_tensors_are_refused(name: str) -> None:
+    for wrong, shown in (
+        ([[0]], f"{name} of type list"),
+        (np.zeros((3, 4), dtype=np.int32), f"{name} of type numpy.ndarray"),
+        (None, f"{name}=None"),
+        (3, f"{name}=3"),
+    ):
+        with pytest.raises(DTypeError) as caught:
+            pages(**{name: wrong})
+        assert str(caught.value) == (
+            f"{shown} is not accepted; expected a torch.Tensor: pass torch.as_tensor({name})"
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
+        (
+            {"v": torch.zeros(5, 16, 2, 64, device="meta")},
+            DeviceError,
+            r"k is on cpu and v is on meta; move one of them",
+        ),
         (
             {"k": torch.zeros(5, 16, 64)},
             ShapeError,
