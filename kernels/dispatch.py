@@ -6,12 +6,11 @@ import logging
 
 from magi_serve.errors import ArgumentError, NoKernelError
 from magi_serve.kernels.capabilities import KERNEL_NAMES, SPECS, KernelSpec
-from magi_serve.types import AttentionProblem
+from magi_serve.types import AttentionProblem, given
 
 logger = logging.getLogger(__name__)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_kernel(problem: AttentionProblem, kernel: str | None = None) -> KernelSpec:
     """The kernel that computes `problem`.
 
@@ -24,11 +23,21 @@ def choose_kernel(problem: AttentionProblem, kernel: str | None = None) -> Kerne
         NoKernelError: the named kernel, or every kernel, has reasons against the problem; the
             message lists them.
     """
-    if kernel is not None and kernel not in KERNEL_NAMES:
+    if kernel is not None:
+        _check_name(kernel)
+    return _choose(problem, kernel)
+
+
+def _check_name(kernel: object) -> None:
+    if not isinstance(kernel, str) or kernel not in KERNEL_NAMES:
         raise ArgumentError(
-            f"kernel={kernel!r} is unknown (accepts {', '.join(KERNEL_NAMES)}); leave it out to "
-            "let dispatch choose"
+            f"{given('kernel', kernel)} is unknown (accepts {', '.join(KERNEL_NAMES)}); leave it "
+            "out to let dispatch choose"
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: AttentionProblem, kernel: str | None) -> KernelSpec:
     reasons: dict[str, list[str]] = {}
     for spec in SPECS:
         if kernel is not None and spec.name != kernel:

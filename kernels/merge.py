@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magi_serve.errors import ArgumentError, ShapeError
-from magi_serve.types import AttentionOutput, SinkSpec
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from magi_serve.types import AttentionOutput, SinkSpec, check_types, given
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:
@@ -36,21 +36,16 @@ def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) 
         The merged result in the first partial's dtype; max-logits if every partial has them.
 
     Raises:
-        ArgumentError: `partials` is empty.
+        ArgumentError: `partials` is empty, or not a list or tuple of `AttentionOutput`; `sink` is
+            not a `SinkSpec`.
         ShapeError: partials, or the sink, disagree about rows or heads.
+        DTypeError: what a partial holds is not a tensor, or not of floating-point numbers.
+        DeviceError: partials are on different devices.
 
     Source: FlashAttention's split-KV reduction; MagiAttention's lse-merge.
     """
-    if not partials:
-        raise ArgumentError("partials is empty; expected at least one AttentionOutput")
+    _check_partials(partials)
     first = partials[0]
-    for i, part in enumerate(partials):
-        if part.out.shape != first.out.shape or part.lse.shape != first.out.shape[:2]:
-            raise ShapeError(
-                f"partials[{i}] has out {tuple(part.out.shape)} and lse {tuple(part.lse.shape)}; "
-                f"expected out {tuple(first.out.shape)} and lse {tuple(first.out.shape[:2])} as "
-                "in partials[0]"
-            )
     lses = [torch.where(torch.isinf(p.lse), float("-inf"), p.lse) for p in partials]
     lse = torch.logsumexp(torch.stack(lses), dim=0)
     acc_dtype = torch.promote_types(first.out.dtype, torch.float32)
@@ -64,6 +59,43 @@ def merge(partials: Sequence[AttentionOutput], *, sink: SinkSpec | None = None) 
     if sink is not None:
         merged = apply_sink(merged, sink)
     return AttentionOutput(merged.out.to(first.out.dtype), merged.lse, max_logits)
+
+
+def _check_partials(partials: object) -> None:
+    if not isinstance(partials, Sequence):
+        raise ArgumentError(
+            f"{given('partials', partials)} is not accepted; expected a list or tuple of "
+            "AttentionOutput"
+        )
+    if not partials:
+        raise ArgumentError("partials is empty; expected at least one AttentionOutput")
+    for i, part in enumerate(partials):
+        check_types(AttentionOutput, **{f"partials[{i}]": part})
+        held = {f"partials[{i}].out": part.out, f"partials[{i}].lse": part.lse}
+        maxima = {f"partials[{i}].max_logits": part.max_logits}
+        held |= {} if part.max_logits is None else maxima
+        check_types(Tensor, **held)
+        first = partials[0].out
+        for name, x in held.items():
+            if not x.is_floating_point():
+                raise DTypeError(f"{name} is {x.dtype}; expected a floating-point dtype")
+            if x.device != first.device:
+                raise DeviceError(
+                    f"{name} is on {x.device} and partials[0].out is on {first.device}; move one "
+                    "of them"
+                )
+        rows = part.out.shape[:2]
+        if part.out.ndim != 3 or part.out.shape != first.shape or part.lse.shape != rows:
+            raise ShapeError(
+                f"partials[{i}] has out {tuple(part.out.shape)} and lse {tuple(part.lse.shape)}; "
+                "expected [num_tokens, num_q_heads, head_dim_v] and [num_tokens, num_q_heads], the "
+                f"same for all partials (the first has out {tuple(first.shape)})"
+            )
+        if part.max_logits is not None and part.max_logits.shape != rows[1:]:
+            raise ShapeError(
+                f"partials[{i}].max_logits has shape {tuple(part.max_logits.shape)}; expected "
+                f"{list(rows[1:])}: one per query head"
+            )
 
 
 def apply_sink(result: AttentionOutput, sink: SinkSpec) -> AttentionOutput:
@@ -91,7 +123,13 @@ def apply_sink(result: AttentionOutput, sink: SinkSpec) -> AttentionOutput:
 
 
 def check_sink(sink: SinkSpec, num_tokens: int, num_q_heads: int) -> None:
-    """Raise `ShapeError` unless `sink` fits ``[num_tokens, num_q_heads]`` rows."""
+    """Raise unless `sink` is a `SinkSpec` that fits ``[num_tokens, num_q_heads]`` rows.
+
+    Raises:
+        ArgumentError: it is something else.
+        ShapeError: it has another number of heads or tokens.
+    """
+    check_types(SinkSpec, sink=sink)
     if sink.num_q_heads != num_q_heads:
         raise ShapeError(
             f"sink has {sink.num_q_heads} heads (logits of shape {tuple(sink.logits.shape)}) and "

@@ -4,6 +4,7 @@ Checks read shapes, dtypes and devices only, so nothing synchronises; a kernel m
 """
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -17,7 +18,14 @@ from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.merge import check_sink
 from magi_serve.masks import AttentionSlices
-from magi_serve.types import AttentionOutput, AttentionProblem, PagedKV, SinkSpec
+from magi_serve.types import (
+    AttentionOutput,
+    AttentionProblem,
+    PagedKV,
+    SinkSpec,
+    check_types,
+    given,
+)
 
 
 def ffa_attention(
@@ -58,14 +66,17 @@ def ffa_attention(
 
     Source: MagiAttention's Flex-Flash-Attention; FlashAttention (arXiv:2205.14135).
     """
+    check_types(Tensor, q=q, k=k, v=v)
+    check_types(AttentionSlices, slices=slices)
     _check_heads(q, k, v, names=("q", "k", "v"), kv_ndim=3)
     if k.shape[0] != v.shape[0]:
         raise ShapeError(f"k has {k.shape[0]} keys and v has {v.shape[0]}; expected as many")
     _check_slices(slices, q.shape[0], k.shape[0])
     scale = _softmax_scale(softmax_scale, q)
-    _check_softcap(softcap)
+    softcap = _softcap(softcap)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1])
+    check_types(bool, return_max_logits=return_max_logits)
     problem = _problem(q, k, v, sink=sink, softcap=softcap, max_logits=return_max_logits)
     spec = choose_kernel(problem, kernel)
     module = spec.load()
@@ -131,6 +142,8 @@ def paged_attention(
 
     Source: PagedAttention (arXiv:2309.06180); FlashDecoding (split KV).
     """
+    check_types(Tensor, q=q, cu_seqlens_q=cu_seqlens_q)
+    check_types(PagedKV, kv=kv)
     _check_heads(q, kv.k, kv.v, names=("q", "kv.k", "kv.v"), kv_ndim=4)
     num_seqs = kv.seqlens_k.shape[0]
     if cu_seqlens_q.shape != (num_seqs + 1,):
@@ -146,19 +159,16 @@ def paged_attention(
         ("kv.seqlens_k", kv.seqlens_k),
     ):
         _check_device(name, tensor, q)
-    if isinstance(causal, Tensor):
-        if causal.shape != (num_seqs,):
-            raise ShapeError(
-                f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool"
-            )
-        _check_device("causal", causal, q)
+    _check_causal(causal, num_seqs, q)
     _check_window(window)
     window = normal_window(window)
     scale = _softmax_scale(softmax_scale, q)
-    _check_softcap(softcap)
+    softcap = _softcap(softcap)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1])
+    check_types(bool, return_max_logits=return_max_logits)
     if out is not None:
+        check_types(Tensor, out=out)
         expected = (*q.shape[:2], kv.v.shape[-1])
         if out.shape != expected:
             raise ShapeError(f"out has shape {tuple(out.shape)}; expected {list(expected)}")
@@ -391,7 +401,22 @@ def _check_slices(slices: AttentionSlices, total_q: int, total_k: int) -> None:
             )
 
 
-def _check_window(window: Window | None) -> None:
+def _check_causal(causal: object, num_seqs: int, q: Tensor) -> None:
+    if not isinstance(causal, Tensor):
+        if not isinstance(causal, bool):
+            raise ArgumentError(
+                f"{given('causal', causal)} is not accepted; expected a bool, or a bool tensor "
+                f"[{num_seqs}]"
+            )
+        return
+    if causal.shape != (num_seqs,):
+        raise ShapeError(f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool")
+    if causal.dtype != torch.bool:
+        raise DTypeError(f"causal is {causal.dtype}; expected torch.bool: call causal.bool()")
+    _check_device("causal", causal, q)
+
+
+def _check_window(window: object) -> None:
     if window is None:
         return
     sides = window if isinstance(window, tuple | list) else ()
@@ -402,32 +427,43 @@ def _check_window(window: Window | None) -> None:
         )
 
 
-def _check_softcap(softcap: float) -> None:
-    if not (softcap >= 0 and math.isfinite(softcap)):
-        raise ArgumentError(
-            f"softcap={softcap} is not accepted; expected a finite number >= 0, 0 for none"
-        )
+def _softcap(softcap: object) -> float:
+    return _finite("softcap", softcap, 0.0, "a finite number >= 0, 0 for none")
 
 
-def _softmax_scale(softmax_scale: float | None, q: Tensor) -> float:
+def _softmax_scale(softmax_scale: object, q: Tensor) -> float:
     if softmax_scale is None:
         return float(q.shape[-1] ** -0.5)
-    if not (softmax_scale > 0 and math.isfinite(softmax_scale)):
-        raise ArgumentError(
-            f"softmax_scale={softmax_scale} is not accepted; expected a finite number > 0, or "
-            "None for head_dim ** -0.5"
-        )
-    return float(softmax_scale)
+    accepted = "a finite number > 0, or None for head_dim ** -0.5"
+    return _finite("softmax_scale", softmax_scale, math.ulp(0.0), accepted)
+
+
+def _finite(name: str, value: object, least: float, accepted: str) -> float:
+    """`value` as a float; no tensor, which would have to be waited for."""
+    number = math.nan
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+    if not least <= number < math.inf:
+        raise ArgumentError(f"{given(name, value)} is not accepted; expected {accepted}")
+    return number
 
 
 def _check_plan(
-    plan: PagedPlan,
+    plan: object,
     q: Tensor,
     kv: PagedKV,
     causal: bool | Tensor,
     window: Window | None,
     kernel: str | None,
 ) -> None:
+    if not isinstance(plan, PagedPlan):
+        raise ArgumentError(
+            f"{given('plan', plan)} is not accepted; expected what PagedPlanner.plan returned, or "
+            "None"
+        )
     shape = (q.shape[1], kv.num_kv_heads, q.shape[2], kv.v.shape[-1])
     for what, planned, called in (
         ("rows of q", plan.num_tokens, q.shape[0]),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from magi_serve.types import PagedKV
+from magi_serve.types import PagedKV, check_types
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
@@ -23,6 +23,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
     """
+    check_types(Tensor, k=k, v=v, slot_mapping=slot_mapping)
+    check_types(PagedKV, kv=kv)
     for name, x, pool in (("k", k, kv.k), ("v", v, kv.v)):
         if x.ndim != 3 or x.shape[1:] != pool.shape[2:]:
             raise ShapeError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,7 +194,90 @@ def test_caches_and_batches_that_disagree_are_refused(case: str) -> None:
         paged_call(**changes)()
 
 
+NOT_A_TENSOR = {"list": [[0.0]], "array": np.zeros((4, 4, 64), dtype=np.float32), "number": 3}
+
+
+@pytest.mark.parametrize("wrong", NOT_A_TENSOR)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        *((slices_call, name) for name in ("q", "k", "v")),
+        *((paged_call, name) for name in ("q", "cu_seqlens_q", "out")),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_how_to_make_one(
+    call: Callable[..., Any], name: str, wrong: str
+) -> None:
+    value = NOT_A_TENSOR[wrong]
+    with pytest.raises(DTypeError) as caught:
+        call(**{name: value})()
+    shown = {"list": " of type list", "array": " of type numpy.ndarray", "number": "=3"}[wrong]
+    assert str(caught.value) == (
+        f"{name}{shown} is not accepted; expected a torch.Tensor: pass torch.as_tensor({name})"
+    )
+
+
+WRONG_TYPES = {
+    "slices in a list": (
+        slices_call,
+        {"slices": [(0, 10)]},
+        r"slices of type list is not accepted; .* AttentionSlices\(q_ranges, k_ranges, mask_types",
+    ),
+    "pages in a tuple": (
+        paged_call,
+        {"kv": (zeros(9, 16, 2, 64), zeros(9, 16, 2, 64))},
+        r"kv of type tuple is not accepted; expected PagedKV\(k, v, page_table, seqlens_k\)",
+    ),
+    "no pages": (paged_call, {"kv": None}, r"kv=None is not accepted; expected PagedKV\("),
+    "causal of a word": (
+        paged_call,
+        {"causal": "yes"},
+        r"causal='yes' is not accepted; expected a bool, or a bool tensor \[2\]",
+    ),
+    "causal of a number": (paged_call, {"causal": 1.5}, r"causal=1.5 is not accepted"),
+    "causal in a list": (paged_call, {"causal": [True, False]}, r"causal of type list is not acc"),
+    "causal of int32": (
+        paged_call,
+        {"causal": zeros(2, dtype=torch.int32)},
+        r"causal is torch.int32; expected torch.bool: call causal.bool\(\)",
+    ),
+    "window of a number": (paged_call, {"window": 128}, r"window=128 is not accepted; expected N"),
+    "plan of a word": (
+        paged_call,
+        {"plan": "cpu"},
+        r"plan='cpu' is not accepted; expected what PagedPlanner.plan returned, or None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_arguments_of_another_type_are_refused(case: str) -> None:
+    call, changes, match = WRONG_TYPES[case]
+    with pytest.raises(ArgumentError, match=match):
+        call(**changes)()
+
+
 BAD_OPTIONS = {
+    "softcap of a word": ({"softcap": "30"}, r"softcap='30' is not accepted; expected a finite nu"),
+    "softcap of nothing": ({"softcap": None}, r"softcap=None is not accepted"),
+    "softcap of a bool": ({"softcap": True}, r"softcap=True is not accepted"),
+    "softcap in a tensor": ({"softcap": zeros(1)}, r"softcap of type torch.Tensor is not accepted"),
+    "huge softcap": ({"softcap": 10**400}, r"softcap=10+ is not accepted"),
+    "softmax_scale of a word": (
+        {"softmax_scale": "x"},
+        r"softmax_scale='x' is not accepted; expected a finite number > 0, or None for head_dim",
+    ),
+    "softmax_scale of a complex": ({"softmax_scale": 1j}, r"softmax_scale of type complex is not"),
+    "sink of a tensor": (
+        {"sink": zeros(4)},
+        r"sink of type torch.Tensor is not accepted; expected SinkSpec\(logits\)",
+    ),
+    "max-logits of a word": (
+        {"return_max_logits": "no"},
+        r"return_max_logits='no' is not accepted; expected a bool",
+    ),
+    "kernel of a number": ({"kernel": 3}, r"kernel=3 is unknown \(accepts .*cpu"),
+    "kernels in a list": ({"kernel": ["cpu"]}, r"kernel of type list is unknown \(accepts .*cpu"),
     "negative softcap": ({"softcap": -1.0}, r"softcap=-1.0 is not accepted; expected a finite"),
     "softcap of nan": ({"softcap": math.nan}, r"softcap=nan is not accepted"),
     "softcap of inf": ({"softcap": math.inf}, r"softcap=inf is not accepted"),
@@ -289,6 +373,13 @@ def test_argument_errors_are_value_errors() -> None:
 
 
 def test_a_valid_call_would_have_been_launched() -> None:
-    for call in (slices_call(), paged_call(), slices_call(kernel="reference")):
+    numbers = {"softcap": 30, "softmax_scale": np.float32(0.1)}
+    for call in (
+        slices_call(),
+        paged_call(),
+        slices_call(kernel="reference"),
+        slices_call(**numbers),
+        paged_call(causal=zeros(2, dtype=torch.bool), **numbers),
+    ):
         with pytest.raises(pytest.fail.Exception, match="launched"):
             call()

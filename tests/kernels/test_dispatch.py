@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from magi_serve.errors import ArgumentError, NoKernelError
+from magi_serve.kernels import dispatch
 from magi_serve.kernels.capabilities import KERNEL_NAMES, SPECS, triton_interprets
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.types import AttentionProblem
@@ -121,7 +122,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_the_choice_is_logged_once_with_who_was_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    choose_kernel.cache_clear()
+    dispatch._choose.cache_clear()
     # At the logger itself: what others did to its parents' handlers is not our subject.
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

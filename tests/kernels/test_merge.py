@@ -3,13 +3,14 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_serve import AttentionOutput, SinkSpec, merge
-from magi_serve.errors import ArgumentError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from magi_serve.kernels.merge import apply_sink
 from magi_serve.testing import poisoned
 
@@ -163,3 +164,68 @@ def test_a_partial_of_nan_is_not_taken_for_an_empty_one() -> None:
     bad = AttentionOutput(torch.full((2, 1, 4), math.nan), torch.full((2, 1), math.nan))
     merged = merge([good, bad])
     assert bool(merged.lse.isnan().all()) and bool(merged.out.isnan().all())
+
+
+def test_partials_of_another_type_are_refused() -> None:
+    good = part(0)
+    array = np.zeros((3, 2))
+    made = r"AttentionOutput\(out, lse, max_logits\)"
+    for partials, error, match in (
+        (good, ArgumentError, r"partials of type magi_serve.types.AttentionOutput is not accepted"),
+        (iter([good]), ArgumentError, r"of type list_iterator is not accepted; expected a list or"),
+        (None, ArgumentError, r"partials=None is not accepted; expected a list or tuple of Atten"),
+        ([good, None], ArgumentError, rf"partials\[1\]=None is not accepted; expected {made}"),
+        ([(good.out, good.lse)], ArgumentError, r"partials\[0\] of type tuple is not accepted"),
+        (
+            [AttentionOutput(good.out, array)],  # type: ignore[arg-type]
+            DTypeError,
+            r"partials\[0\].lse of type numpy.ndarray is .* torch.as_tensor\(partials\[0\].lse\)",
+        ),
+        (
+            [good, AttentionOutput([1.0], good.lse)],  # type: ignore[arg-type]
+            DTypeError,
+            r"partials\[1\].out of type list is not accepted; expected a torch.Tensor",
+        ),
+        (
+            [AttentionOutput(good.out, good.lse, [0.0, 1.0])],  # type: ignore[arg-type]
+            DTypeError,
+            r"partials\[0\].max_logits of type list is not accepted",
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            merge(partials)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"sink of type torch.Tensor .* SinkSpec\(logits\)"):
+        merge([good], sink=torch.zeros(2))  # type: ignore[arg-type]
+
+
+def test_partials_that_cannot_be_put_together_are_refused() -> None:
+    good = part(0)
+    for bad, error, match in (
+        (AttentionOutput(good.out[0], good.lse[0]), ShapeError, r"partials\[0\] has out \(2, 4\)"),
+        (AttentionOutput(good.lse, good.lse), ShapeError, r"partials\[0\] has out \(3, 2\)"),
+        (
+            AttentionOutput(good.out, good.lse, torch.zeros(3)),
+            ShapeError,
+            r"partials\[0\].max_logits has shape \(3,\); expected \[2\]: one per query head",
+        ),
+        (
+            AttentionOutput(good.out.long(), good.lse),
+            DTypeError,
+            r"partials\[0\].out is torch.int64; expected a floating-point dtype",
+        ),
+        (
+            AttentionOutput(good.out, good.lse.int()),
+            DTypeError,
+            r"partials\[0\].lse is torch.int32; expected a floating-point dtype",
+        ),
+        (
+            AttentionOutput(good.out, good.lse.to("meta")),
+            DeviceError,
+            r"partials\[0\].lse is on meta and partials\[0\].out is on cpu; move one of them",
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            merge([bad, bad])
+    there = AttentionOutput(good.out.to("meta"), good.lse.to("meta"))
+    with pytest.raises(DeviceError, match=r"partials\[1\].out is on meta and partials\[0\].out is"):
+        merge([good, there])

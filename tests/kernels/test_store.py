@@ -1,7 +1,9 @@
 """Writing keys and values into pages: the named slots change, and nothing else does."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -190,3 +192,22 @@ def test_bad_input_is_refused_and_nothing_is_written() -> None:
     refused(ArgumentError, r"k has strides .*the last one must be 1", k=spread)
     spread = zeros(3, HEADS, DIM_V, 2)[..., 0]
     refused(ArgumentError, r"v has strides .*the last one must be 1", v=spread)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "slot_mapping"])
+def test_what_is_no_tensor_is_not_written(name: str) -> None:
+    for wrong, shown in (
+        ([0, 1, 2], f"{name} of type list"),
+        (np.zeros((3, HEADS, DIM)), f"{name} of type numpy.ndarray"),
+        (None, f"{name}=None"),
+    ):
+        match = re.escape(
+            f"{shown} is not accepted; expected a torch.Tensor: pass torch.as_tensor({name})"
+        )
+        refused(DTypeError, match, **{name: wrong})
+
+
+def test_pages_of_another_type_are_not_written() -> None:
+    made = r"expected PagedKV\(k, v, page_table, seqlens_k\)"
+    refused(ArgumentError, rf"kv of type tuple is not accepted; {made}", kv=(1, 2))
+    refused(ArgumentError, rf"kv=None is not accepted; {made}", kv=None)
