@@ -120,8 +120,8 @@ def paged_attention(
         cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing from 0: rows of sequence ``s`` are
             ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])``. Rows from ``cu_seqlens_q[-1]`` on are
             padding and come out as zeros.
-        causal: whether keys after a row's position are hidden; a bool, or a bool tensor
-            ``[num_seqs]``.
+        causal: whether keys after a row's position are hidden; a bool, or a tensor ``[num_seqs]``
+            of bool, or of int32 0 and 1.
         window: ``(left, right)``: how many further keys to either side of its own position a row
             sees; None for unlimited. A model's causal sliding window of 128 is ``(127, 0)``.
         softmax_scale: None means ``head_dim ** -0.5``.
@@ -411,8 +411,11 @@ def _check_causal(causal: object, num_seqs: int, q: Tensor) -> None:
         return
     if causal.shape != (num_seqs,):
         raise ShapeError(f"causal has shape {tuple(causal.shape)}; expected [{num_seqs}] or a bool")
-    if causal.dtype != torch.bool:
-        raise DTypeError(f"causal is {causal.dtype}; expected torch.bool: call causal.bool()")
+    if causal.dtype not in (torch.bool, torch.int32):
+        raise DTypeError(
+            f"causal is {causal.dtype}; expected torch.bool, or torch.int32 of 0 and 1: call "
+            "causal.bool()"
+        )
     _check_device("causal", causal, q)
 
 

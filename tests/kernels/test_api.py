@@ -236,10 +236,10 @@ WRONG_TYPES = {
     ),
     "causal of a number": (paged_call, {"causal": 1.5}, r"causal=1.5 is not accepted"),
     "causal in a list": (paged_call, {"causal": [True, False]}, r"causal of type list is not acc"),
-    "causal of int32": (
+    "causal of fractions": (
         paged_call,
-        {"causal": zeros(2, dtype=torch.int32)},
-        r"causal is torch.int32; expected torch.bool: call causal.bool\(\)",
+        {"causal": zeros(2)},
+        r"causal is torch.float32; expected torch.bool, or torch.int32 of 0 and 1: call causal.bo",
     ),
     "window of a number": (paged_call, {"window": 128}, r"window=128 is not accepted; expected N"),
     "plan of a word": (
@@ -380,6 +380,7 @@ def test_a_valid_call_would_have_been_launched() -> None:
         slices_call(kernel="reference"),
         slices_call(**numbers),
         paged_call(causal=zeros(2, dtype=torch.bool), **numbers),
+        paged_call(causal=zeros(2, dtype=torch.int32)),
     ):
         with pytest.raises(pytest.fail.Exception, match="launched"):
             call()
