@@ -90,7 +90,10 @@ class EventStreams:
         fields = _fields(body)
         asked = fields.get("return_progress") or False
         if not isinstance(asked, bool):
-            message = f"return_progress={asked!r:.40} is not accepted: send true or false"
+            given = type(asked).__name__
+            message = (
+                f"return_progress is of type {given}, which is not accepted: send true or false"
+            )
             refusal = error_response(scope["path"], 400, message, param="return_progress")
             await refusal(scope, replay, send)
             return
@@ -167,8 +170,7 @@ class _EventStream:
         """No more comments and progress."""
         if self._beating is not None:
             self._beating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({self._beating})
+            await asyncio.wait({self._beating})
 
     async def _beat(self) -> None:
         while True:
