@@ -15,7 +15,7 @@ them. Unused entries are zeros: they have no rows.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,28 @@ class TileConfig:
     def tile_q(self, groups: int) -> int:
         """Query rows per tile."""
         return max(1, self.block_m // groups) if self.packed else self.block_m
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one part of a batch is cut, from host counts alone; what a kernel is compiled for.
+
+    Attributes:
+        config: tiles.
+        tile_q: query rows per tile.
+        capacity: most tiles there can be.
+        budget: items that keys may be split into, 0 where they are not.
+    """
+
+    config: TileConfig
+    tile_q: int
+    capacity: int
+    budget: int
+
+    @property
+    def kind(self) -> tuple[TileConfig, bool]:
+        """Equal for parts that launch the same kernels."""
+        return self.config, self.budget > 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -232,15 +254,51 @@ def head_blocks(problem: AttentionProblem, config: TileConfig) -> int:
     return problem.num_kv_heads * -(-groups // config.group_rows(groups))
 
 
-def paged_bands(
-    cu_seqlens_q: Tensor,
-    seqlens_k: Tensor,
-    *,
-    num_tokens: int,
-    causal: bool | Tensor,
-    window: Window | None,
-    max_keys: int = UNBOUNDED,
-) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Paged sequences to plan for; the attributes are `PagedPlanner.plan`'s arguments."""
+
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+    num_tokens: int
+    causal: bool | Tensor
+    window: Window | None
+    max_keys: int
+
+
+class Part(NamedTuple):
+    """The sequences ``[first, stop)`` of a batch, and how they are cut.
+
+    Sequence `num_seqs` is the rows after all others.
+    """
+
+    first: int
+    stop: int
+    cut: Cut
+
+
+Tables = tuple[Tensor, list[tuple[Tensor, Tensor | None]]]
+"""The bands of a batch; items and reductions of each part, without the latter if not split."""
+
+
+def paged_tables(batch: Batch, parts: list[Part], out: Buffers | None) -> Tables:
+    """Tables of `batch`, in `out` where that is given."""
+    begin, end, bands = paged_bands(batch)
+    table = table_of(list(bands.unbind(1)), out.bands if out else None)
+    return table, [
+        plan_rows(
+            begin[part.first : part.stop],
+            end[part.first : part.stop],
+            bands,
+            part.cut,
+            first_band=part.first,
+            out=out,
+        )
+        for part in parts
+    ]
+
+
+def paged_bands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """First row, row past the last, and band of every sequence, and of the rows after them all.
 
     A query row's position is bottom-right aligned: the last row sits at the last key. Rows from
@@ -250,20 +308,20 @@ def paged_bands(
     Returns:
         ``begin``, ``end`` ``[num_seqs + 1]`` and bands ``[num_seqs + 1, 5]``, int64.
     """
-    left, right = window or (None, None)
-    begin = cu_seqlens_q.long().clamp(0, num_tokens)
-    end = torch.nn.functional.pad(begin[1:], (0, 1), value=num_tokens)
-    keys = torch.nn.functional.pad(seqlens_k.long(), (0, 1))
+    left, right = batch.window or (None, None)
+    begin = batch.cu_seqlens_q.long().clamp(0, batch.num_tokens)
+    end = torch.nn.functional.pad(begin[1:], (0, 1), value=batch.num_tokens)
+    keys = torch.nn.functional.pad(batch.seqlens_k.long(), (0, 1))
     offset = keys - end
     lo = torch.full_like(keys, -UNBOUNDED) if left is None else offset - left
     hi = torch.full_like(keys, UNBOUNDED) if right is None else offset + right
-    if isinstance(causal, Tensor):
-        is_causal = torch.nn.functional.pad(causal.bool(), (0, 1))
+    if isinstance(batch.causal, Tensor):
+        is_causal = torch.nn.functional.pad(batch.causal.bool(), (0, 1))
         hi = torch.where(is_causal, torch.minimum(hi, offset), hi)
-    elif causal:
+    elif batch.causal:
         hi = torch.minimum(hi, offset)
     seq = torch.arange(keys.shape[0], device=keys.device).clamp(max=max(keys.shape[0] - 2, 0))
-    keys = keys.clamp(max=max_keys)
+    keys = keys.clamp(max=batch.max_keys)
     return begin, end, torch.stack([torch.zeros_like(keys), keys, lo, hi, seq], 1)
 
 
@@ -271,21 +329,19 @@ def plan_rows(
     begin: Tensor,
     end: Tensor,
     bands: Tensor,
-    config: TileConfig,
+    cut: Cut,
     *,
-    tile_q: int,
     first_band: int,
-    capacity: int,
-    budget: int,
-    out: Buffers | None = None,
+    out: Buffers | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Items and reductions for rows that each lie in one band.
 
-    ``[begin, end)`` are the rows of the bands from `first_band` on; `capacity` bounds the number
-    of tiles (a host count); `bands` ``[n, 5]`` are all bands of the batch.
+    ``[begin, end)`` are the rows of the bands from `first_band` on; `bands` ``[n, 5]`` are all
+    bands of the batch.
     """
+    tile_q = cut.tile_q
     counts = (end - begin + tile_q - 1).clamp(min=0) // tile_q
-    owner, number, exists = expand(counts, capacity)
+    owner, number, exists = expand(counts, cut.capacity)
     q_begin = begin[owner] + number * tile_q
     q_len = torch.where(exists, (end[owner] - q_begin).clamp(0, tile_q), 0)
     band = owner + first_band
@@ -293,5 +349,5 @@ def plan_rows(
     k_begin = torch.maximum(k_begin, q_begin + lo)
     k_end = torch.minimum(k_end, q_begin + q_len + hi)
     return make_items(
-        (q_begin, q_len, band, band + 1, k_begin, k_end), config, budget=budget, out=out
+        (q_begin, q_len, band, band + 1, k_begin, k_end), cut.config, budget=cut.budget, out=out
     )

@@ -1,52 +1,31 @@
 """Plans for batches of paged attention: made on the device, once per step, for many layers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from magi_serve.kernels.ffa.plan import (
     ROW,
+    Batch,
     Buffers,
+    Cut,
     PagedPlan,
+    Part,
     Plan,
     Regime,
     TileConfig,
     Window,
     head_blocks,
     normal_window,
-    paged_bands,
-    plan_rows,
+    paged_tables,
     split_budget,
-    table_of,
 )
 from magi_serve.masks import UNBOUNDED
 from magi_serve.types import AttentionProblem
 
 L2_BYTES = 32 << 20
 """Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How one part of a batch is cut, from host counts alone; what a kernel is compiled for.
-
-    Attributes:
-        config: tiles.
-        tile_q: query rows per tile.
-        capacity: most tiles there can be.
-        budget: items that keys may be split into, 0 where they are not.
-    """
-
-    config: TileConfig
-    tile_q: int
-    capacity: int
-    budget: int
-
-    @property
-    def kind(self) -> tuple[TileConfig, bool]:
-        """Equal for parts that launch the same kernels."""
-        return self.config, self.budget > 0
 
 
 class PagedPlanner:
@@ -80,6 +59,7 @@ class PagedPlanner:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.device = device
+        self.paged_tables = paged_tables
         self._buffers: Buffers | None = None
 
     @property
@@ -148,59 +128,60 @@ class PagedPlanner:
         Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
         """
         num_seqs = seqlens_k.shape[0]
-
-        def made(parts: list[Plan]) -> PagedPlan:
-            p = self.problem
-            shape = (p.num_q_heads, p.num_kv_heads, p.head_dim, p.head_dim_v)
-            name, rows = self.spec.name, num_tokens
-            return PagedPlan(tuple(parts), name, rows, num_seqs, self.window, causal, shape)
-
-        if not self.spec.planned:
-            return made([])
-        begin, end, bands = paged_bands(
-            cu_seqlens_q,
-            seqlens_k,
-            num_tokens=num_tokens,
-            causal=causal,
-            window=self.window,
-            max_keys=max_keys,
-        )
-        only_decodes = num_decodes == num_seqs
-        fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
-        out = self.buffers() if only_decodes and fits else None
-        table = table_of(list(bands.unbind(1)), out.bands if out else None)
-
         problem = self.problem
-        key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
-        kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
+        plans: list[Plan] = []
+        if self.spec.planned:
+            only_decodes = num_decodes == num_seqs
+            fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
+            out = self.buffers() if only_decodes and fits else None
+            decodes = (num_decodes, num_decode_tokens, max_decode_q_len)
+            parts = self._parts(num_seqs, num_tokens, *decodes)
+            batch = Batch(cu_seqlens_q, seqlens_k, num_tokens, causal, self.window, max_keys)
+            bands, tables = self.paged_tables(batch, parts, out)
+            key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+            kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
+            for part, (items, reductions) in zip(parts, tables, strict=True):
+                plans.append(
+                    Plan(
+                        part.cut.config,
+                        bands,
+                        items,
+                        reductions,
+                        bounded_below=self.window is not None and self.window[0] is not None,
+                        head_major=kv_bytes > L2_BYTES,
+                    )
+                )
+        return PagedPlan(
+            tuple(plans),
+            self.spec.name,
+            num_tokens,
+            num_seqs,
+            self.window,
+            causal,
+            (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.head_dim_v),
+        )
 
-        def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Plan:
+    def _parts(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_tokens: int,
+        max_decode_q_len: int,
+    ) -> list[Part]:
+        """One part of decodes, or one of the sequences after them, and one of them if any.
+
+        Rows past the last sequence belong to the first part.
+        """
+
+        def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Part:
             cut = self.cut(regime, rows=rows, seqs=stop - first, max_q_len=max_q_len)
-            items, reductions = plan_rows(
-                begin[first:stop],
-                end[first:stop],
-                bands,
-                cut.config,
-                tile_q=cut.tile_q,
-                first_band=first,
-                capacity=cut.capacity,
-                budget=cut.budget,
-                out=out,
-            )
-            return Plan(
-                cut.config,
-                table,
-                items,
-                reductions,
-                bounded_below=self.window is not None and self.window[0] is not None,
-                head_major=kv_bytes > L2_BYTES,
-            )
+            return Part(first, stop, cut)
 
-        if only_decodes:
-            parts = [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]
-        else:
-            rows = num_tokens - num_decode_tokens
-            parts = [part("prefill", num_decodes, num_seqs + 1, rows, rows)]
-            if num_decodes:
-                parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))
-        return made(parts)
+        if num_decodes == num_seqs:
+            return [part("decode", 0, num_seqs + 1, num_tokens, max_decode_q_len)]
+        rows = num_tokens - num_decode_tokens
+        parts = [part("prefill", num_decodes, num_seqs + 1, rows, rows)]
+        if num_decodes:
+            parts.append(part("decode", 0, num_decodes, num_decode_tokens, max_decode_q_len))
+        return parts
