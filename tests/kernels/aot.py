@@ -29,8 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from magi_serve.kernels.ffa import api, hopper, triton_attention
+from magi_serve.kernels.ffa import api, hopper, triton_attention, triton_planner
 from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.plan import Batch, Cut, Part, TileConfig
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.ffa.warmup import warm_up
@@ -178,6 +179,14 @@ def write_case(dtype: torch.dtype, heads: int, head_dim: int, page_size: int) ->
     write_kv_triton(k, k, kv, torch.zeros(4, dtype=torch.int64))
 
 
+def plan_case(budget: int) -> None:
+    """Compile the planner, with keys split into `budget` items or not."""
+    lengths = torch.zeros(3, dtype=torch.int32)
+    batch = Batch(lengths, lengths[:2], 2, True, None, 4096)
+    part = Part(0, 3, Cut(TileConfig(64, 64), 8, 4, budget))
+    triton_planner.paged_tables(batch, [part], None)
+
+
 def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """The specialisations of the default tiles that served models use; with `everything`, the
     whole grid."""
@@ -231,6 +240,8 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
     if everything:
         yield "slices bf16 d64", lambda: slices_case(arch, bf16, (64, 8), 64)
     yield "write bf16 d128", lambda: write_case(bf16, 8, 128, 16)
+    yield "plan", lambda: plan_case(0)
+    yield "plan split", lambda: plan_case(40)
 
 
 def warm_up_case(arch: int, kernel: str) -> None:
@@ -305,8 +316,10 @@ def main() -> None:
     for name, case in cases(args.arch, args.all):
         del compiled[:]
         case()
+        # The kernel that the case is about comes first, not the one that plans for it.
+        kernels = sorted(compiled, key=lambda kernel: kernel["kernel"] == "_plan_kernel")
         print(
-            json.dumps({"case": name, "triton": triton.__version__, "kernels": compiled}),
+            json.dumps({"case": name, "triton": triton.__version__, "kernels": kernels}),
             flush=True,
         )
 
