@@ -274,12 +274,28 @@ def _launch(
         maxima = torch.full(q.shape[1:2], float("-inf"), dtype=torch.float32, device=q.device)
     if q.shape[0]:
         sink_logits = None if sink is None else sink.combined().to(q.device).contiguous()
+        table = None if page_table is None else _addressable(page_table)
         call = AttentionCall(
-            q, k, v, page_table, parts, softmax_scale, softcap, sink_logits, out, lse, maxima
+            q,
+            _addressable(k),
+            _addressable(v),
+            table,
+            parts,
+            softmax_scale,
+            softcap,
+            sink_logits,
+            out,
+            lse,
+            maxima,
         )
         with torch.cuda.device_of(q):  # kernels launch on the current device
             spec.load().run(call)
     return AttentionOutput(out, lse, maxima)
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """`x`, or zeros in the place of one without elements: TMA wants an address even for nothing."""
+    return x if x.numel() else x.new_zeros([max(n, 1) for n in x.shape])
 
 
 def _finish(result: AttentionOutput, out: Tensor | None, max_logits: bool) -> AttentionOutput:
@@ -328,13 +344,18 @@ def _problem(
 
 
 def _even_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v are rows of one stride, aligned to 16 bytes, and k laid out as v."""
+    """Whether q, k and v are rows of one stride, aligned to 16 bytes, and k laid out as v.
+
+    What has no elements is not read, so any strides do.
+    """
     if not q.numel():
         return True  # nothing will be launched
     unit = 16 // q.element_size()
     for x in (q, k, v):
-        if not x.numel() or x.data_ptr() % 16 or any(s % unit for s in x.stride()[:-1]):
+        if x.numel() and (x.data_ptr() % 16 or any(s % unit for s in x.stride()[:-1])):
             return False
+    if not (k.numel() and v.numel()):
+        return True
     if k.stride() != v.stride():
         return False
     if k.ndim == 3:
