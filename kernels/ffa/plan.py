@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from magi_serve.errors import ArgumentError
 from magi_serve.masks import UNBOUNDED
 from magi_serve.types import AttentionProblem
 
@@ -118,6 +119,26 @@ class Plan:
     head_major: bool = True
 
 
+@dataclass(eq=False, slots=True)
+class Buffers:
+    """Device tables at fixed addresses, for plans that captured CUDA graphs read.
+
+    Attributes:
+        bands, items, reductions: as in `Plan`, with room for any batch.
+        plans: how many were made in them; they hold the last one.
+    """
+
+    bands: Tensor
+    items: Tensor
+    reductions: Tensor
+    plans: int = 0
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class PagedPlan:
     """The launches of one batch, made once per step and used by every layer with the same mask.
@@ -133,6 +154,35 @@ class PagedPlan:
     causal: bool | Tensor
     shape: tuple[int, int, int, int]
     """Query heads, kv heads, head_dim, head_dim_v."""
+    buffers: Buffers | None = None
+    """Where its tables lie, if they are its planner's."""
+    number: int = 0
+    """Which of the plans in `buffers` it is."""
+    outgrown: bool = False
+    """Whether its tables are its own only because its planner's were too small."""
+
+    def check_tables(self) -> None:
+        """Refuse a plan whose tables hold another one, or would not outlive it in a captured graph.
+
+        Looks at the host only. Replays of a graph run no Python: they read what tables hold then.
+
+        Raises:
+            ArgumentError: the planner has made another plan of decodes since; or a CUDA graph is
+                being captured, and the plan has more decodes than its planner's buffers hold.
+        """
+        if self.buffers is not None and self.buffers.plans != self.number:
+            raise ArgumentError(
+                f"plan is number {self.number} of its planner's plans of decodes, and number "
+                f"{self.buffers.plans} has overwritten its tables; use a plan before the next one "
+                "is made, or give batches that overlap a PagedPlanner each"
+            )
+        if self.outgrown and capturing():
+            raise ArgumentError(
+                f"plan of {self.num_seqs} decodes with {self.num_tokens} rows is larger than its "
+                "planner's buffers, and the CUDA graph being captured would read its tables after "
+                "they are gone; give PagedPlanner a larger max_seqs and max_tokens, or capture a "
+                "smaller batch"
+            )
 
 
 def table_of(columns: list[Tensor], out: Tensor | None, used: Tensor | None = None) -> Tensor:
@@ -181,7 +231,7 @@ def make_items(
     config: TileConfig,
     *,
     budget: int,
-    out: "Buffers | None",
+    out: Buffers | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Items and reductions for tiles ``(q_begin, q_len, band_begin, band_end, k_begin, k_end)``.
 
@@ -237,15 +287,6 @@ def split_budget(config: TileConfig, num_tiles: int, head_blocks: int, *, is_dec
     if 2 * num_tiles <= slots:
         return slots
     return config.waves * slots if is_decode and num_tiles <= config.waves * slots // 2 else 0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Buffers:
-    """Device tables at fixed addresses, for plans that captured CUDA graphs read."""
-
-    bands: Tensor
-    items: Tensor
-    reductions: Tensor
 
 
 def head_blocks(problem: AttentionProblem, config: TileConfig) -> int:

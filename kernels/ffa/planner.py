@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from magi_serve.errors import ArgumentError
 from magi_serve.kernels.ffa.plan import (
     ROW,
     Batch,
@@ -16,6 +17,7 @@ from magi_serve.kernels.ffa.plan import (
     Regime,
     TileConfig,
     Window,
+    capturing,
     head_blocks,
     normal_window,
     paged_tables,
@@ -33,8 +35,8 @@ class PagedPlanner:
 
     Args:
         problem: heads, dims, dtypes and device; the kernel is chosen for it.
-        max_tokens: most query rows of a batch of decodes.
-        max_seqs: most sequences of a batch.
+        max_tokens: most query rows of a batch of decodes; 0 for a planner that keeps no buffers.
+        max_seqs: most sequences of a batch of decodes.
         device: where lengths will be.
         window: ``(left, right)`` counts of further keys, None for unlimited.
         kernel: a kernel's name to force it.
@@ -125,19 +127,35 @@ class PagedPlanner:
             max_seqlen_k: about the most keys of a sequence, where the host knows; orders work only.
             max_keys: what a row of the page table holds; keys past it are never read.
 
-        Batches with as many sequences, all decodes, use the same buffers and launch the same grids.
+        Batches with as many sequences, all decodes, use the same buffers and launch the same grids:
+        each overwrites the plan before it, which is then refused (`PagedPlan.check_tables`).
+
+        Raises:
+            ArgumentError: a CUDA graph is being captured, and a batch of decodes has more rows or
+                sequences than the planner was made for.
         """
         num_seqs = seqlens_k.shape[0]
         problem = self.problem
         plans: list[Plan] = []
+        out, outgrown = None, False
         if self.spec.planned:
-            only_decodes = num_decodes == num_seqs
-            fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
-            out = self.buffers() if only_decodes and fits else None
+            if num_decodes == num_seqs:
+                fits = num_seqs <= self.max_seqs and num_tokens <= self.max_tokens
+                out = self.buffers() if fits else None
+                outgrown = not fits and 0 not in (self.max_seqs, self.max_tokens)
+            if outgrown and capturing():
+                raise ArgumentError(
+                    f"a batch of {num_seqs} decodes with {num_tokens} rows is larger than the "
+                    f"buffers, made for max_seqs={self.max_seqs} and max_tokens="
+                    f"{self.max_tokens}, and the CUDA graph being captured would hold temporary "
+                    "tables; make PagedPlanner with larger ones, or capture a smaller batch"
+                )
             decodes = (num_decodes, num_decode_tokens, max_decode_q_len)
             parts = self._parts(num_seqs, num_tokens, *decodes)
             batch = Batch(cu_seqlens_q, seqlens_k, num_tokens, causal, self.window, max_keys)
             bands, tables = self.paged_tables(batch, parts, out)
+            if out is not None:
+                out.plans += 1
             key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
             kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
             for part, (items, reductions) in zip(parts, tables, strict=True):
@@ -159,6 +177,9 @@ class PagedPlanner:
             self.window,
             causal,
             (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.head_dim_v),
+            out,
+            0 if out is None else out.plans,
+            outgrown,
         )
 
     def _parts(

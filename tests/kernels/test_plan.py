@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from magi_serve.errors import ArgumentError
 from magi_serve.kernels.ffa import cpu
 from magi_serve.kernels.ffa.plan import PagedPlan, Plan, TileConfig
 from magi_serve.kernels.ffa.planner import PagedPlanner
@@ -308,6 +309,44 @@ def test_mixed_batches_leave_the_buffers_of_decodes_alone() -> None:
     before = kept.items.clone()
     plan_batch(planner, [1, 1, 20, 3], [50, 60, 20, 70], 2)
     assert torch.equal(kept.items, before)
+
+
+def test_a_plan_of_decodes_is_refused_once_its_tables_hold_another() -> None:
+    planner = Planner(TileConfig(4, 16, programs=64), max_tokens=8, max_seqs=4)
+    first = plan_batch(planner, [1, 1], [50, 60], 2)
+    # None of these plans lies in the same tables.
+    others = [
+        plan_batch(planner, [1, 9], [50, 60], 1),
+        plan_batch(planner, [1] * 5, [50] * 5, 5),
+        plan_batch(Planner(planner.tiles, max_tokens=8, max_seqs=4), [1], [50], 1),
+    ]
+    for plan in (first, *others):
+        plan.check_tables()
+    second = plan_batch(planner, [1], [70], 1)
+    with pytest.raises(ArgumentError, match=r"number 1 .* number 2 has overwritten its tables"):
+        first.check_tables()
+    for plan in (second, *others):
+        plan.check_tables()
+
+
+def test_captured_graphs_get_no_tables_that_are_gone_at_their_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = Planner(TileConfig(4, 16, programs=64), max_tokens=8, max_seqs=4)
+    larger = plan_batch(planner, [1] * 5, [50] * 5, 5)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for q_lens, counts in (([1] * 5, "5 decodes with 5 rows"), ([3] * 3, "3 decodes with 9 rows")):
+        with pytest.raises(
+            ArgumentError, match=f"{counts} is larger .* max_seqs=4 and max_tokens=8"
+        ):
+            plan_batch(planner, q_lens, [50] * len(q_lens), len(q_lens))
+    with pytest.raises(ArgumentError, match="5 decodes with 5 rows is larger than its planner's"):
+        larger.check_tables()
+    plan_batch(planner, [1] * 4, [50] * 4, 4).check_tables()
+    plan_batch(planner, [1] * 4 + [9], [50] * 5, 4).check_tables()
+    # Without buffers, a captured plan is made anew at each replay, in memory of the graph's own.
+    plan_batch(Planner(planner.tiles, max_tokens=0, max_seqs=0), [1], [50], 1).check_tables()
 
 
 @pytest.mark.parametrize("regime", ["prefill", "decode", "slices"])
