@@ -8,12 +8,14 @@ second list.
 import functools
 import importlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
 from magi_serve.types import AttentionProblem
+from magi_serve.versions import versions
 
 _SHORT = {
     torch.float16: "fp16",
@@ -23,20 +25,28 @@ _SHORT = {
 }
 
 
+OLDEST_TRITON = (3, 6)
+"""The first Triton that has what the kernels use; as in pyproject.toml."""
+
+
 @functools.cache
-def _triton_problem() -> str | None:
-    """Why triton cannot be used at all, or None."""
-    return (
-        None
-        if importlib.util.find_spec("triton")
-        else "triton is not installed: pip install triton"
-    )
+def triton_problem() -> str | None:
+    """Why triton cannot be used at all, or None. A version that cannot be told is taken."""
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    way_out = f"pip install 'triton>={oldest}'"
+    if not importlib.util.find_spec("triton"):
+        return f"triton is not installed: {way_out}"
+    version = versions()["triton"]
+    number = re.match(r"(\d+)\.(\d+)", version or "")
+    if number and tuple(map(int, number.groups())) < OLDEST_TRITON:
+        return f"triton {version} is installed, {oldest} or newer is needed: {way_out}"
+    return None
 
 
 @functools.cache
 def triton_interprets() -> bool:
     """Whether Triton runs kernels in its interpreter, on the CPU (``TRITON_INTERPRET=1``)."""
-    if _triton_problem():
+    if triton_problem():
         return False
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
@@ -83,8 +93,8 @@ class KernelSpec:
     def why_not(self, problem: AttentionProblem) -> list[str]:
         """The reasons why this kernel cannot do `problem`; empty means that it can."""
         reasons = []
-        if self.needs_triton and (missing := _triton_problem()):
-            reasons.append(missing)
+        if self.needs_triton and (broken := triton_problem()):
+            reasons.append(broken)
         interpreted = self.interpretable and problem.device == "cpu" and triton_interprets()
         if problem.device not in self.devices and not interpreted:
             reasons.append(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
 from magi_serve.types import PagedKV, check_types
 
 
@@ -22,6 +22,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
 
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
+        NoKernelError: the pages are on a GPU, and no Triton that can write there is installed.
     """
     check_types(Tensor, k=k, v=v, slot_mapping=slot_mapping)
     check_types(PagedKV, kv=kv)
@@ -56,9 +57,11 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         )
     if not num_tokens:
         return
-    from magi_serve.kernels.capabilities import triton_interprets
+    from magi_serve.kernels.capabilities import triton_interprets, triton_problem
 
     if kv.k.device.type == "cuda" or triton_interprets():
+        if why := triton_problem():
+            raise NoKernelError(f"write_kv cannot write to {kv.k.device}: {why}", {"triton": [why]})
         from magi_serve.kernels.paged.triton_store import write_kv_triton
 
         with torch.cuda.device_of(kv.k):  # kernels launch on the current device

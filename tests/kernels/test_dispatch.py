@@ -1,14 +1,17 @@
 """Kernel choice and the capability table that it is made from."""
 
 import logging
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from magi_serve.errors import ArgumentError, NoKernelError
-from magi_serve.kernels import dispatch
+from magi_serve.kernels import capabilities, dispatch
 from magi_serve.kernels.capabilities import KERNEL_NAMES, SPECS, triton_interprets
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.types import AttentionProblem
@@ -147,3 +150,47 @@ def test_kernels_have_the_module_and_the_functions_that_are_called() -> None:
         module = spec.load()
         names = ("run", "tile_config") if spec.planned else ("ffa_attention_ref",)
         assert all(callable(getattr(module, name)) for name in names)
+
+
+@pytest.fixture
+def triton_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """As if that Triton were installed."""
+
+    def install(version: str | None) -> None:
+        monkeypatch.setattr(capabilities, "versions", lambda: {"triton": version})
+        capabilities.triton_problem.cache_clear()
+        dispatch._choose.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    capabilities.triton_problem.cache_clear()
+    dispatch._choose.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.5.0", "3.5.1+git0bc1", "2.10.0", "3.5"])
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_a_triton_that_is_too_old_is_refused(
+    triton_version: Callable[[str | None], None], name: str, version: str
+) -> None:
+    triton_version(version)
+    problem = replace(ON_A100, arch=90)
+    said = f"triton {version} is installed, 3.6 or newer is needed: pip install 'triton>=3.6'"
+    assert reasons(name, problem) == said
+    with pytest.raises(NoKernelError, match=r"3\.6 or newer is needed"):
+        choose_kernel(problem, name)
+    assert choose_kernel(problem).name == "reference"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.0+git1", "3.10.0", "4.0.0a1", None, "main"])
+def test_a_newer_triton_or_one_of_unknown_version_is_taken(
+    triton_version: Callable[[str | None], None], version: str | None
+) -> None:
+    triton_version(version)
+    assert reasons("triton", ON_A100) == ""
+
+
+def test_the_oldest_triton_is_the_one_that_is_declared() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (bound,) = [x for x in project["dependencies"] if x.startswith("triton")]
+    major, minor = capabilities.OLDEST_TRITON
+    assert bound.startswith(f"triton>={major}.{minor};")

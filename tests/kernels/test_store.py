@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magi_serve import PagedKV, write_kv
-from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
+from magi_serve.kernels import capabilities
+from magi_serve.kernels.capabilities import triton_interprets
 from magi_serve.kernels.paged.reference import gather_pages, write_kv_ref
 from magi_serve.testing import LAYOUTS, Layout, Place, examples, make_pool, poisoned
 
@@ -211,3 +214,16 @@ def test_pages_of_another_type_are_not_written() -> None:
     made = r"expected PagedKV\(k, v, page_table, seqlens_k\)"
     refused(ArgumentError, rf"kv of type tuple is not accepted; {made}", kv=(1, 2))
     refused(ArgumentError, rf"kv=None is not accepted; {made}", kv=None)
+
+
+@pytest.mark.skipif(triton_interprets(), reason="the interpreter is a usable Triton")
+def test_a_gpu_without_a_usable_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "triton 3.5.0 is installed, 3.6 or newer is needed: pip install 'triton>=3.6'"
+    monkeypatch.setattr(capabilities, "triton_problem", lambda: why)
+    with FakeTensorMode():
+        pool = torch.zeros(2, 16, HEADS, DIM, device="cuda")
+        table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+        with pytest.raises(NoKernelError) as caught:
+            write_kv(pool[0], pool[0], PagedKV(pool, pool, table, table[0]), table[0])
+    assert str(caught.value) == f"write_kv cannot write to cuda:0: {why}"
+    assert caught.value.reasons == {"triton": [why]}
