@@ -221,9 +221,11 @@ def test_a_gpu_without_a_usable_triton_is_refused(monkeypatch: pytest.MonkeyPatc
     why = "triton 3.5.0 is installed, 3.6 or newer is needed: pip install 'triton>=3.6'"
     monkeypatch.setattr(capabilities, "triton_problem", lambda: why)
     with FakeTensorMode():
-        pool = torch.zeros(2, 16, HEADS, DIM, device="cuda")
-        table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+        pool = torch.empty(2, 16, HEADS, DIM, device="cuda")
+        new = torch.empty(1, HEADS, DIM, device="cuda")
+        table = torch.empty(1, 1, dtype=torch.int32, device="cuda")
+        slots = torch.empty(1, dtype=torch.int32, device="cuda")
         with pytest.raises(NoKernelError) as caught:
-            write_kv(pool[0], pool[0], PagedKV(pool, pool, table, table[0]), table[0])
+            write_kv(new, new, PagedKV(pool, pool, table, slots), slots)
     assert str(caught.value) == f"write_kv cannot write to cuda:0: {why}"
     assert caught.value.reasons == {"triton": [why]}
