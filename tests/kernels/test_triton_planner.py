@@ -217,6 +217,13 @@ def test_strided_lengths_are_read_rightly(device: torch.device) -> None:
         assert_alike(batch, [Part(0, 4, Cut(TileConfig(16, 16), 2, 8, budget))])
 
 
+def test_rows_whose_window_lies_past_the_pages_see_no_keys(device: torch.device) -> None:
+    lengths = lengths_on(device, [3, 1], [40, 20])
+    batch = Batch(*lengths, 4, True, (3, 0), 16)
+    for budget in (0, 9):
+        assert_alike(batch, [Part(0, 3, Cut(TileConfig(16, 16), 2, 5, budget))])
+
+
 class Planner(PagedPlanner):
     """Plans as the module says, in tiles of two rows whose keys are split in batches of few."""
 
