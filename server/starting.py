@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -13,6 +14,9 @@ from starlette.types import Receive, Scope, Send
 from magi_serve.server.gate import refusal
 
 RETRY_AFTER_S = 10
+
+LAST_QUESTION_S = 1.0
+"""How long the last clients of the probes have to ask what they connected for."""
 
 
 async def answer_while_starting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +43,19 @@ class Server(uvicorn.Server):
         yield
 
 
+class _ProbeServer(Server):
+    """Ends without hanging up on a client that has connected and not asked yet."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        deadline = time.monotonic() + LAST_QUESTION_S
+        await asyncio.sleep(0.05)  # what was accepted last becomes a connection
+        while self.server_state.connections and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)
+
+
 class StartProbes:
     """`answer_while_starting` in a thread, on a socket that another server takes over.
 
@@ -47,7 +64,7 @@ class StartProbes:
     """
 
     def __init__(self, sock: socket.socket, config: uvicorn.Config) -> None:
-        self._server = Server(config)
+        self._server = _ProbeServer(config)
         own = sock.dup()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[own])),
