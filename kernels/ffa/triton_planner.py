@@ -302,14 +302,14 @@ def paged_tables(batch: Batch, parts: list[Part], out: Buffers | None) -> Tables
     made: list[tuple[Tensor, Tensor | None]] = []
     with torch.cuda.device_of(seqlens_k):  # kernels launch on the current device
         for part in parts:
-            cut = part.cut
+            cut, first = part.cut, int(part.first)  # a bool would be of another type to Triton
+            owners = part.stop - first
             most = max(cut.capacity, cut.budget)
             split = cut.budget > 0
             items = out.items if out else table(most)
             reductions = items
             if split:
                 reductions = out.reductions if out else table(cut.capacity)
-            owners = part.stop - part.first
             band_rows = 0 if made else bands.shape[0]
             item_rows, reduction_rows = items.shape[0], reductions.shape[0] if split else 0
             stride_scratch = owners + (cut.capacity if split else 0)
@@ -332,7 +332,7 @@ def paged_tables(batch: Batch, parts: list[Part], out: Buffers | None) -> Tables
                 -1 if left is None else left,
                 -1 if right is None else right,
                 min(batch.max_keys, UNBOUNDED),
-                part.first,
+                first,
                 owners,
                 1 << (owners.bit_length() - 1),
                 cut.capacity,

@@ -279,16 +279,16 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("num_decodes", [0, 2, 4])
+@pytest.mark.parametrize("num_decodes", [0, True, 2, 4])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_part_is_one_launch_and_no_torch_operation(
     num_decodes: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches: list[tuple[int, ...]] = []
+    launches: list[tuple[Any, ...]] = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: launches.append(grid)
+            return lambda *args, **kwargs: launches.append(args)
 
     monkeypatch.setattr(triton_planner, "_plan_kernel", Kernel())
     planner = Planner(triton_planner, torch.device("cpu"), max_tokens=64 if kept else 0)
@@ -304,8 +304,9 @@ def test_a_part_is_one_launch_and_no_torch_operation(
             max_decode_q_len=1,
             causal=causal,
         )
-    assert len(made.parts) == len(launches) == (2 if num_decodes == 2 else 1)
+    assert len(made.parts) == len(launches) == (2 if 0 < num_decodes < 4 else 1)
     assert set(recorded.names) <= {"empty", "slice", "detach", "alias"}
+    assert {type(arg) for args in launches for arg in args} == {int, Tensor}  # no bool, no numpy
 
 
 COUNT_SPECIALISATIONS = """
