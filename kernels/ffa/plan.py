@@ -11,7 +11,8 @@ every item for each head.
 
 Everything here is vectorised torch on the device where the lengths are: no host synchronisation,
 tables of a size that depends only on host counts, so that captured CUDA graphs can be replayed over
-them. Unused entries are zeros: they have no rows.
+them. Unused entries are zeros: they have no rows. For paged attention by Triton's kernels the same
+tables are made in Triton (`triton_planner`); this is the truth for those.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
 
 BAND_COLUMNS = ("k_begin", "k_end", "lo", "hi", "seq")
-ITEM_COLUMNS = ("q_begin", "q_len", "band_begin", "band_end", "k_begin", "k_end", "is_part")
+ITEM_COLUMNS = ("q_begin", "q_len", "band_begin", "band_end", "k_begin", "k_end", "split_tile")
+"""`split_tile` is 0 for a whole tile, else 1 + the row of the reduction that its share is for."""
 REDUCTION_COLUMNS = ("q_begin", "q_len", "first_item", "num_items")
 ROW = 8
 """Columns per table row, the named ones first: 32 bytes."""
@@ -52,6 +54,7 @@ class TileConfig:
         programs: programs that fill the chip; 0 if keys are never split.
         programs_per_sm: how many of them share a multiprocessor.
         queued: whether programs take their work from a queue, so that keys need no splitting.
+        fused: whether the last program of a split tile reduces it, in the same launch.
         waves: shares per program slot when tiles are many, for an even finish.
         min_share: least key blocks in a share.
     """
@@ -64,6 +67,7 @@ class TileConfig:
     programs: int = 0
     programs_per_sm: int = 1
     queued: bool = False
+    fused: bool = False
     waves: int = 4
     min_share: int = 4
 
@@ -109,6 +113,8 @@ class Plan:
         reductions: ``[num_tiles, ROW]`` int32, `REDUCTION_COLUMNS`; None if no tile is split.
         bounded_below: whether some row's keys start after its band's first.
         head_major: whether all items of a head come before the next head's: for keys beyond L2.
+        counters: int32 zeros that launches count in and leave as zeros, for launches that follow
+            each other on one stream; None if each launch is to bring its own. See `num_counters`.
     """
 
     config: TileConfig
@@ -117,6 +123,7 @@ class Plan:
     reductions: Tensor | None
     bounded_below: bool = True
     head_major: bool = True
+    counters: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -262,7 +269,7 @@ def make_items(
             band_end[tile],
             begin,
             torch.maximum(end, begin),
-            shares[tile] > 1,
+            torch.where(shares[tile] > 1, tile + 1, 0),
         ],
         out.items if out else None,
         used,

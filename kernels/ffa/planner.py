@@ -1,11 +1,13 @@
 """Plans for batches of paged attention: made on the device, once per step, for many layers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from magi_serve.errors import ArgumentError
+from magi_serve.kernels.capabilities import KernelSpec
 from magi_serve.kernels.ffa.plan import (
     ROW,
     Batch,
@@ -15,6 +17,7 @@ from magi_serve.kernels.ffa.plan import (
     Part,
     Plan,
     Regime,
+    Tables,
     TileConfig,
     Window,
     capturing,
@@ -28,6 +31,18 @@ from magi_serve.types import AttentionProblem
 
 L2_BYTES = 32 << 20
 """Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
+
+
+def _tables_for(spec: KernelSpec) -> Callable[[Batch, list[Part], Buffers | None], Tables]:
+    """What makes the tables for a kernel: Triton where that runs the kernel too, else torch.
+
+    Where there is no GPU, a kernel that needs Triton runs in its interpreter: so does its planner.
+    """
+    if not spec.needs_triton:
+        return paged_tables
+    from magi_serve.kernels.ffa import triton_planner
+
+    return triton_planner.paged_tables
 
 
 class PagedPlanner:
@@ -61,7 +76,7 @@ class PagedPlanner:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.device = device
-        self.paged_tables = paged_tables
+        self.paged_tables = _tables_for(self.spec)
         self._buffers: Buffers | None = None
 
     @property

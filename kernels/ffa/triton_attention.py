@@ -168,7 +168,7 @@ def _attention_kernel(
     band_end = tl.load(item_ptr + 3)
     item_k_begin = tl.load(item_ptr + 4)
     item_k_end = tl.load(item_ptr + 5)
-    is_part = tl.load(item_ptr + 6)
+    split_tile = tl.load(item_ptr + 6)
 
     kv_head = (head_block // GROUP_CHUNKS).to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
@@ -235,7 +235,7 @@ def _attention_kernel(
 
     if MAX_LOGITS:
         tl.atomic_max(max_logits_ptr + head, m * LN2, mask=valid)
-    if SPLIT and is_part != 0:
+    if SPLIT and split_tile > 0:
         part = (item.to(tl.int64) * HEAD_BLOCKS + head_block) * BLOCK_M + offs_m
         offs_dv = tl.arange(0, BLOCK_DV)
         part_at = part_acc_ptr + part[:, None] * BLOCK_DV + offs_dv[None, :]

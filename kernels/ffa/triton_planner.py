@@ -250,7 +250,7 @@ def _plan_kernel(
         k_end = tl.maximum(tl.minimum(k_end, stop * block_n), k_begin)
         _store_rows(
             items_ptr, row, item_rows, used, q_begin, q_len, seq, seq + 1, k_begin, k_end,
-            (blocks > size).to(tl.int32), COLUMNS,
+            tl.where(blocks > size, share_tile + 1, 0), COLUMNS,
         )  # fmt: skip
 
         used = row < count

@@ -72,18 +72,18 @@ def count(parts: tuple[Plan, ...], num_rows: int, num_seqs: int, num_keys: int) 
         for table in (part.bands, part.items):
             assert table.dtype == torch.int32
         owner = {}
-        for reduction in [] if part.reductions is None else part.reductions.tolist():
-            q_begin, q_len, first, shares = reduction[:4]
+        reductions = [] if part.reductions is None else part.reductions.tolist()
+        for tile, (q_begin, q_len, first, shares, *_) in enumerate(reductions):
             if shares >= 2 and q_len:
                 finished[q_begin : q_begin + q_len] += 1
-                owner |= dict.fromkeys(range(first, first + shares), (q_begin, q_len))
+                owner |= dict.fromkeys(range(first, first + shares), (q_begin, q_len, tile))
         for i, item in enumerate(part.items.tolist()):
-            q_begin, q_len, band_begin, band_end, k_begin, k_end, is_part = item[:7]
+            q_begin, q_len, band_begin, band_end, k_begin, k_end, split_tile = item[:7]
             if not q_len:
                 continue
             assert k_begin <= k_end
-            if is_part:
-                assert owner.pop(i) == (q_begin, q_len)
+            if split_tile:
+                assert owner.pop(i) == (q_begin, q_len, split_tile - 1)
             else:
                 finished[q_begin : q_begin + q_len] += 1
             for band in part.bands[band_begin:band_end].tolist():

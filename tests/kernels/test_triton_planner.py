@@ -267,6 +267,22 @@ def test_batches_of_any_size_follow_each_other_in_the_same_buffers(
         assert torch.equal(new.reductions, old.reductions)
 
 
+def test_kernels_that_need_triton_are_planned_for_by_triton() -> None:
+    bf16, planners = torch.bfloat16, {}
+    for name, device, arch in (
+        ("cpu", "cpu", None),
+        ("triton", "cuda", 80),
+        ("hopper", "cuda", 90),
+    ):
+        problem = AttentionProblem(device, bf16, bf16, 8, 2, 64, 64, arch, 16)
+        planners[name] = PagedPlanner(
+            problem, max_tokens=8, max_seqs=8, device=torch.device("cpu"), kernel=name
+        ).paged_tables
+    torch_tables, triton_tables = plan.paged_tables, triton_planner.paged_tables
+    wanted = {"cpu": torch_tables, "triton": triton_tables, "hopper": triton_tables}
+    assert planners == wanted
+
+
 class Recorded(TorchDispatchMode):
     """Names of the torch operations that run."""
 
