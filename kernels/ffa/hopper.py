@@ -1,9 +1,10 @@
-"""Attention on Hopper: Gluon for prefill of whole warp-groups of query rows, Triton for the rest.
-
-Both read the same items, so one plan can hold parts for either.
+"""Attention on Hopper in Gluon: prefill of whole warp-groups of query rows, and decode of packed
+ones; Triton for what fills neither. All read the same items, so a plan holds parts for any.
 """
 
-from magi_serve.kernels.ffa import hopper_prefill, triton_attention, tuning
+from typing import Any
+
+from magi_serve.kernels.ffa import hopper_decode, hopper_prefill, triton_attention, tuning
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import Regime, TileConfig
 from magi_serve.types import AttentionProblem
@@ -11,10 +12,30 @@ from magi_serve.types import AttentionProblem
 
 @tuning.cached
 def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
-    """Tuned Gluon tiles for enough rows to fill the chip, else Triton's, which split keys.
+    """Tuned Gluon tiles for decode, and for prefill of enough rows to fill the chip.
 
-    Windowed prefill has few blocks per item: one warp-group and several programs per multiprocessor
-    hide each other's beginnings and ends.
+    Triton's tiles for other prefill: they split keys.
+    """
+    if regime == "decode":
+        return _decode_config(problem, max_q_len)
+    return _prefill_config(problem, regime, max_q_len)
+
+
+def _decode_config(problem: AttentionProblem, max_q_len: int) -> TileConfig:
+    """Tiles of 64 packed rows, whatever `max_q_len`: fewer would take as long."""
+    rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
+    kinds = tuning.kinds(problem, "decode", wide=rows > 16)
+    row = tuning.row("hopper", problem, kinds, bits=16, dim=problem.head_dim)
+    if row is None:
+        return triton_attention.tile_config(problem, "decode", max_q_len)
+    numbers: dict[str, Any] = dict(row)
+    programs = numbers["programs_per_sm"] * triton_attention.num_sms(problem.device)
+    return TileConfig(block_m=64, programs=programs, fused=True, **numbers)
+
+
+def _prefill_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
+    """Windowed prefill has few blocks per item: one warp-group and several programs per
+    multiprocessor hide each other's beginnings and ends.
     """
     kinds = tuning.kinds(problem, regime)
     row = tuning.row("hopper", problem, kinds, bits=16, dim=problem.head_dim)
@@ -39,5 +60,9 @@ def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> Ti
 def run(call: AttentionCall) -> None:
     """Launch `call`, each part with the kernel that its tiles are for."""
     for plan in call.parts:
-        launch = hopper_prefill.run_part if plan.config.queued else triton_attention.run_part
-        launch(call, plan)
+        if plan.config.queued:
+            hopper_prefill.run_part(call, plan)
+        elif plan.config.fused:
+            hopper_decode.run_part(call, plan)
+        else:
+            triton_attention.run_part(call, plan)

@@ -39,8 +39,8 @@ def _rescale_asm(registers: int) -> tuple[str, str]:
     return "\n".join([*lines, "SKIP: }"]), ",".join(constraints)
 
 
-_RESCALE_ASM = gl.constexpr({d: _rescale_asm(d // 2)[0] for d in (64, 128)})
-_RESCALE_CONSTRAINTS = gl.constexpr({d: _rescale_asm(d // 2)[1] for d in (64, 128)})
+_RESCALE_ASM = gl.constexpr({d: _rescale_asm(d // 2)[0] for d in (64, 128, 256)})
+_RESCALE_CONSTRAINTS = gl.constexpr({d: _rescale_asm(d // 2)[1] for d in (64, 128, 256)})
 # Named barriers for turns; Triton numbers its own from 0.
 _TURN_ASM = gl.constexpr(
     [f"bar.{op} {10 + i}, 256; mov.b32 $0, $1;" for i in range(3) for op in ("arrive", "sync")]
@@ -391,7 +391,8 @@ def attend_item(
 def normalise(m, total, sink, HAS_SINK: gl.constexpr):
     """What a row's accumulator is to be multiplied with, and its natural-log lse.
 
-    `m` and `total` are the row's maximum and sum in base 2, `sink` its logit in base 2.
+    `m` and `total` are the row's maximum and sum in base 2, `sink` its logit in base 2. `total` is
+    0 for a row that saw no key, NaN for one that saw a NaN: maxima drop NaN, sums do not.
     """
     m_safe = gl.where(m == float("-inf"), 0.0, m)
     if HAS_SINK:
@@ -401,9 +402,9 @@ def normalise(m, total, sink, HAS_SINK: gl.constexpr):
         # The difference of equal numbers, fused with the scaling above, would not be 0.
         sink_weight = gl.exp2(gl.where(sink >= m, 0.0, sink - highest))
         with_sink = total * weight + gl.where(sink == float("-inf"), 0.0, sink_weight)
-        scale = gl.where(with_sink > 0, weight / with_sink, 0.0)
-        lse = gl.where(with_sink > 0, (highest + gl.log2(with_sink)) * LN2, float("-inf"))
+        scale = gl.where(with_sink == 0, 0.0, weight / with_sink)
+        lse = gl.where(with_sink == 0, float("-inf"), (highest + gl.log2(with_sink)) * LN2)
     else:
-        scale = gl.where(total > 0, 1.0 / total, 0.0)
-        lse = gl.where(total > 0, (m_safe + gl.log2(total)) * LN2, float("-inf"))
+        scale = gl.where(total == 0, 0.0, 1.0 / total)
+        lse = gl.where(total == 0, float("-inf"), (m_safe + gl.log2(total)) * LN2)
     return scale, lse

@@ -2,6 +2,7 @@
 
 A program walks work units, each an item for one query head, which an atomic queue hands out:
 programs stay in step, so that keys and values larger than L2 are read from memory about once. The
+last program to end leaves the queue at zero. The
 producer brings q and, by separate rings, K and V blocks (one 2-D TMA box per page). A consumer
 keeps QK of the next block in flight during the softmax and PV of the last; its running maximum
 follows lazily (only growth beyond 2^8 rescales the accumulator), exact after normalisation.
@@ -10,12 +11,12 @@ V rows that no row of the tile may read (past the sequence's end, left of a wind
 shared memory before use: probabilities there are 0, but what is stored may be NaN.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from magi_serve.kernels.ffa.call import AttentionCall
+from magi_serve.kernels.ffa.counters import counter
 from magi_serve.kernels.ffa.hopper_blocks import (
     LN2,
     LOG2E,
@@ -79,6 +80,9 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
     mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
     unit_smem.index(slot).store(gl.full([32], num_units, gl.int32, UNIT))  # the end
     mbarrier.arrive(q_full.index(slot), count=1)
+    if gl.atomic_add(queue_ptr + 1, 1) == gl.num_programs(0) - 1:  # zeros for the next launch
+        gl.store(queue_ptr, 0)
+        gl.store(queue_ptr + 1, 0)
 
 
 @gluon.jit
@@ -333,8 +337,6 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     sink = call.sink
     num_items = plan.items.shape[0]
     assert q.stride(1) == head_dim
-    # A counter of its own for every launch: launches may overlap, or be cut short.
-    queue = torch.zeros(1, dtype=torch.int32, device=q.device)
     _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
         descriptor(q, num_tokens, q_columns, q.stride(0), [64, head_dim]),
         kv.k,
@@ -343,7 +345,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         call.lse,
         call.lse if call.max_logits is None else call.max_logits,
         call.lse if sink is None else sink,
-        queue,
+        counter(q.device),
         plan.items,
         plan.bands,
         plan.items if call.page_table is None else call.page_table,

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from magi_serve.errors import ArgumentError
 from magi_serve.masks import UNBOUNDED
-from magi_serve.types import AttentionProblem
 
 Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
@@ -113,8 +112,8 @@ class Plan:
         reductions: ``[num_tiles, ROW]`` int32, `REDUCTION_COLUMNS`; None if no tile is split.
         bounded_below: whether some row's keys start after its band's first.
         head_major: whether all items of a head come before the next head's: for keys beyond L2.
-        counters: int32 zeros that launches count in and leave as zeros, for launches that follow
-            each other on one stream; None if each launch is to bring its own. See `num_counters`.
+        counters: ``[num_tiles * head_blocks]`` int32 zeros that launches which reduce split tiles
+            themselves count in and leave as zeros; None if a launch is to bring its own.
     """
 
     config: TileConfig
@@ -131,13 +130,14 @@ class Buffers:
     """Device tables at fixed addresses, for plans that captured CUDA graphs read.
 
     Attributes:
-        bands, items, reductions: as in `Plan`, with room for any batch.
+        bands, items, reductions, counters: as in `Plan`, with room for any batch.
         plans: how many were made in them; they hold the last one.
     """
 
     bands: Tensor
     items: Tensor
     reductions: Tensor
+    counters: Tensor
     plans: int = 0
 
 
@@ -296,10 +296,10 @@ def split_budget(config: TileConfig, num_tiles: int, head_blocks: int, *, is_dec
     return config.waves * slots if is_decode and num_tiles <= config.waves * slots // 2 else 0
 
 
-def head_blocks(problem: AttentionProblem, config: TileConfig) -> int:
+def head_blocks(num_q_heads: int, num_kv_heads: int, config: TileConfig) -> int:
     """Programs per item: kv heads, times the chunks that the query heads of each are cut into."""
-    groups = problem.num_q_heads // problem.num_kv_heads
-    return problem.num_kv_heads * -(-groups // config.group_rows(groups))
+    groups = num_q_heads // num_kv_heads
+    return num_kv_heads * -(-groups // config.group_rows(groups))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -88,17 +88,17 @@ class PagedPlanner:
         config: TileConfig = self.spec.load().tile_config(self.problem, regime, max_q_len)
         return config
 
-    def cut(self, regime: Regime, *, rows: int, seqs: int, max_q_len: int) -> Cut:
-        """How `rows` query rows of `seqs` sequences are cut.
+    def _head_blocks(self, config: TileConfig) -> int:
+        return head_blocks(self.problem.num_q_heads, self.problem.num_kv_heads, config)
 
-        Rows that pad the batch count as one more sequence.
-        """
+    def cut(self, regime: Regime, *, rows: int, seqs: int, max_q_len: int) -> Cut:
+        """How `rows` query rows of `seqs` sequences, and what pads the batch, are cut."""
         config = self.config(regime, max_q_len)
         tile_q = config.tile_q(self.groups)
-        capacity = -(-rows // tile_q) + seqs
+        capacity = -(-rows // tile_q) + seqs + 1
         is_decode = regime == "decode"
-        tiles = seqs if is_decode else capacity
-        budget = split_budget(config, tiles, head_blocks(self.problem, config), is_decode=is_decode)
+        tiles = seqs * -(-max_q_len // tile_q) if is_decode else capacity
+        budget = split_budget(config, tiles, self._head_blocks(config), is_decode=is_decode)
         return Cut(config, tile_q, capacity, budget)
 
     def buffers(self) -> Buffers:
@@ -112,8 +112,16 @@ class PagedPlanner:
             def table(rows: int) -> Tensor:
                 return torch.zeros(rows, ROW, dtype=torch.int32, device=self.device)
 
-            self._buffers = Buffers(table(self.max_seqs + 1), table(items), table(tiles))
+            self._buffers = Buffers(
+                table(self.max_seqs + 1),
+                table(items),
+                table(tiles),
+                self._counters(tiles, config) if config.fused else table(0),
+            )
         return self._buffers
+
+    def _counters(self, tiles: int, config: TileConfig) -> Tensor:
+        return torch.zeros(tiles * self._head_blocks(config), dtype=torch.int32, device=self.device)
 
     def plan(
         self,
@@ -174,12 +182,17 @@ class PagedPlanner:
             key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
             kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
             for part, (items, reductions) in zip(parts, tables, strict=True):
+                config, counters = part.cut.config, None
+                if config.fused and reductions is not None:
+                    tiles = reductions.shape[0]
+                    counters = out.counters if out else self._counters(tiles, config)
                 plans.append(
                     Plan(
-                        part.cut.config,
+                        config,
                         bands,
                         items,
                         reductions,
+                        counters=counters,
                         bounded_below=self.window is not None and self.window[0] is not None,
                         head_major=kv_bytes > L2_BYTES,
                     )
@@ -211,7 +224,8 @@ class PagedPlanner:
         """
 
         def part(regime: Regime, first: int, stop: int, rows: int, max_q_len: int) -> Part:
-            cut = self.cut(regime, rows=rows, seqs=stop - first, max_q_len=max_q_len)
+            seqs = min(stop, num_seqs) - first
+            cut = self.cut(regime, rows=rows, seqs=seqs, max_q_len=max_q_len)
             return Part(first, stop, cut)
 
         if num_decodes == num_seqs:

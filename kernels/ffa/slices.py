@@ -44,6 +44,7 @@ def plan_slices(
             plan.bands.to(device),
             plan.items.to(device),
             None if plan.reductions is None else plan.reductions.to(device),
+            bounded_below=plan.bounded_below,
         )
     return kept[key]
 
@@ -79,8 +80,10 @@ def _plan_slices(
     k_end = torch.zeros_like(q_begin).scatter_reduce(0, tile[sees], high[sees], "amax")
     k_begin = torch.where(k_begin == UNBOUNDED, 0, k_begin)
 
-    budget = split_budget(config, len(q_begin), head_blocks(problem, config), is_decode=False)
+    heads = head_blocks(problem.num_q_heads, problem.num_kv_heads, config)
+    budget = split_budget(config, len(q_begin), heads, is_decode=False)
     tiles = (q_begin, q_len, run_begin[seg], run_end[seg], k_begin, k_end)
     items, reductions = make_items(tiles, config, budget=budget, out=None)
     columns = [*table[:, 2:].unbind(1), torch.zeros_like(table[:, 0])]
-    return Plan(config, table_of(columns, None), items, reductions)
+    bounded_below = bool((table[:, 4] > -UNBOUNDED).any())
+    return Plan(config, table_of(columns, None), items, reductions, bounded_below)

@@ -77,6 +77,13 @@ _WARP_GROUPS = {
     "programs_per_sm": Field((1, 2, 3)),
     "min_tiles_per_sm": Field(low=0, high=1000),
 }
+_PACKED = {
+    "block_n": Field((64, 128)),
+    "num_stages": _integers(2, 8),
+    "programs_per_sm": Field((1, 2)),
+    "waves": _integers(1, 16, required=False),
+    "min_share": _integers(1, 64, required=False),
+}
 FIELDS: Mapping[str, Mapping[str, Mapping[str, Field]]] = {
     "triton": {
         "prefill": _TILES,
@@ -85,7 +92,13 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Field]]] = {
         "decode": _WALK,
         "verify": _WALK,
     },
-    "hopper": {"prefill": _WARP_GROUPS, "window": _WARP_GROUPS, "slices": _WARP_GROUPS},
+    "hopper": {
+        "prefill": _WARP_GROUPS,
+        "window": _WARP_GROUPS,
+        "slices": _WARP_GROUPS,
+        "decode": _PACKED,
+        "verify": _PACKED,
+    },
 }
 """The numbers of a row, by kernel and kind of work; most are `TileConfig`'s. The others:
 
@@ -96,7 +109,7 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Field]]] = {
 - ``waves``, ``min_share``: how finely keys are split, where they are; left out: `TileConfig`'s own.
 """
 
-DIMS: Mapping[str, tuple[int, ...]] = {"triton": (64, 128, 256), "hopper": (64, 128)}
+DIMS: Mapping[str, tuple[int, ...]] = {"triton": (64, 128, 256), "hopper": (64, 128, 256)}
 """The head dims that rows are for, by kernel."""
 
 

@@ -92,7 +92,7 @@ def _batches(
         rows, seqs = sum(q_lens), len(q_lens)
         regime: Regime = "decode" if is_decode else "prefill"
         most = max_decode_q_len if is_decode else rows
-        kind = planner.cut(regime, rows=rows, seqs=seqs + 1, max_q_len=most).kind
+        kind = planner.cut(regime, rows=rows, seqs=seqs, max_q_len=most).kind
         if kind in known:
             continue
         known.add(kind)

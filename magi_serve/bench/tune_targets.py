@@ -78,6 +78,19 @@ _DECODE_TILES = _changes(
 _VERIFY_TILES = _changes(
     _WALK, (32, 4, 5), (32, 4, 7), (64, 4, 3), (64, 8, 5), (128, 4, 3), (128, 8, 3)
 )
+_PACKED = "block_n num_stages programs_per_sm"
+_PACKED_TILES = {
+    64: _changes(_PACKED, (128, 6, 1), (128, 2, 2), (64, 6, 2), (64, 4, 2)),
+    128: _changes(_PACKED, (128, 3, 1), (64, 6, 1), (64, 2, 2)),
+    256: _changes(_PACKED, (64, 2, 1)),
+}
+_PACKED_SPLITS: tuple[Change, ...] = (
+    {"waves": 1},
+    {"waves": 3},
+    {"waves": 4},
+    {"min_share": 1},
+    {"min_share": 4},
+)
 _PREFILL_TILES = {
     64: _changes(
         _BLOCK, (128, 64, 8, 3, 1), (128, 128, 8, 3, 1), (64, 64, 4, 3, 2), (128, 64, 4, 5, 2)
@@ -96,6 +109,7 @@ _GLUON_TILES = {
     128: _changes(
         _GLUON, (2, 64, 4, 1), (2, 64, 5, 1), (2, 64, 3, 1), (3, 64, 3, 1), (3, 64, 4, 1)
     ),
+    256: _changes(_GLUON, (2, 64, 1, 1), (1, 64, 2, 1)),
 }
 _GLUON_WINDOW_TILES = {
     64: _changes(
@@ -111,16 +125,20 @@ def _cases(dim: int, rest: str, *works: str) -> tuple[str, ...]:
     return tuple(f"{work}/{HEADS[dim]}/{rest}" for work in works)
 
 
-def _decode(dim: int) -> Target:
+def _decode(kernel: str, dim: int) -> Target:
     works = ("1x1@8k", "64x1@8k", "1x1@128k", "256x1@2k")
-    row = RowName("triton", "decode", 16, dim)
-    cases = _cases(dim, "page16", *works)
-    return Target(row, cases, (_DECODE_TILES, _SPLITS), quick=dim != 256)
+    row = RowName(kernel, "decode", 16, dim)
+    rounds = (_DECODE_TILES, _SPLITS)
+    if kernel == "hopper":
+        rounds = (_PACKED_TILES[dim], _PACKED_SPLITS)
+    quick = kernel == "hopper" and dim != 256
+    return Target(row, _cases(dim, "page16", *works), rounds, quick=quick)
 
 
-def _verify(dim: int) -> Target:
-    row = RowName("triton", "verify", 16, dim)
-    return Target(row, _cases(dim, "page16", "16x8@8k", "64x8@8k", "1x8@32k"), (_VERIFY_TILES,))
+def _verify(kernel: str, dim: int) -> Target:
+    row = RowName(kernel, "verify", 16, dim)
+    tiles = _PACKED_TILES[dim] if kernel == "hopper" else _VERIFY_TILES
+    return Target(row, _cases(dim, "page16", "16x8@8k", "64x8@8k", "1x8@32k"), (tiles,))
 
 
 def _prefill(kernel: str, dim: int) -> Target:
@@ -130,7 +148,7 @@ def _prefill(kernel: str, dim: int) -> Target:
         # Where Gluon has the long prompts, Triton has what is left.
         works = ("1x8k", "1x2k@32k") if dim == 256 else ("1x256@8k", "1x384@32k", "4x64@4k")
     row = RowName(kernel, "prefill", 16, dim)
-    return Target(row, _cases(dim, "page16", *works), (tiles,), quick=kernel == "hopper")
+    return Target(row, _cases(dim, "page16", *works), (tiles,), quick=kernel == "hopper" and dim != 256)
 
 
 def _window(dim: int) -> Target:
@@ -157,13 +175,13 @@ def _crossover(kind: str, dim: int) -> Target:
 def targets() -> tuple[Target, ...]:
     """Every target, the most important first; crossovers after the tiles on both sides."""
     return (
-        _decode(128),
-        _decode(64),
+        _decode("hopper", 128),
+        _decode("hopper", 64),
         _prefill("hopper", 128),
         _prefill("hopper", 64),
         _window(64),
-        _verify(128),
-        _verify(64),
+        _verify("hopper", 128),
+        _verify("hopper", 64),
         _slices("hopper", 128),
         _prefill("triton", 128),
         _prefill("triton", 64),
@@ -173,7 +191,13 @@ def targets() -> tuple[Target, ...]:
         _window(128),
         _slices("hopper", 64),
         _crossover("slices", 128),
-        _decode(256),
+        _decode("hopper", 256),
+        _prefill("hopper", 256),
+        _decode("triton", 128),
+        _decode("triton", 64),
+        _verify("triton", 128),
+        _verify("triton", 64),
+        _decode("triton", 256),
         _prefill("triton", 256),
         _slices("triton", 256),
     )

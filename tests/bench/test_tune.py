@@ -369,16 +369,16 @@ def test_quick_tunes_the_most_important_rows_first_round_on_two_cases() -> None:
     everything, quick = tune_targets.select([]), tune_targets.select([], quick=True)
     assert 0 < len(quick) < len(everything)
     assert all(len(t.cases) <= 2 and len(t.rounds) == 1 for t in quick)
-    assert [t.name for t in quick][:2] == ["triton-decode/128", "triton-decode/64"]
+    assert [t.name for t in quick][:2] == ["hopper-decode/128", "hopper-decode/64"]
     (one,) = tune_targets.select(["triton-verify/64"], quick=True)
     assert len(one.cases) == 2
 
 
 def test_targets_are_selected_by_patterns_in_their_own_order() -> None:
-    chosen = tune_targets.select(["*/crossover", "triton-decode/*"])
-    assert [t.name for t in chosen][:2] == ["triton-decode/128", "triton-decode/64"]
+    chosen = tune_targets.select(["*/crossover", "hopper-decode/*"])
+    assert [t.name for t in chosen][:2] == ["hopper-decode/128", "hopper-decode/64"]
     assert chosen[3].name.endswith("/crossover")
-    with pytest.raises(ArgumentError, match=r"--case 'decode' is unknown; accepted: triton-dec"):
+    with pytest.raises(ArgumentError, match=r"--case 'decode' is unknown; accepted: hopper-dec"):
         tune_targets.select(["decode"])
 
 
@@ -518,7 +518,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert said.startswith("magi-serve tune: kernels are measured on an NVIDIA GPU, and PyTorch")
     assert cli.main(["tune", "--list", "--quick"]) == 0
-    assert "| triton-decode/128 | 7 rows | 1x1@8k/32:8:128/page16, 64x1@8k/" in (
+    assert "| hopper-decode/128 | 3 rows | 1x1@8k/32:8:128/page16, 64x1@8k/" in (
         capsys.readouterr().out
     )
 
@@ -535,7 +535,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--case", "decode"], "--case 'decode' is unknown; accepted: triton-decode/128"),
+        (["--case", "decode"], "--case 'decode' is unknown; accepted: hopper-decode/128"),
         (["--budget", "0"], "--budget 0.0 is not accepted; expected 1 or more"),
         (["--budget", "nan"], "--budget nan is not accepted"),
         (["--pairs", "0"], "--pairs 0 is not accepted"),

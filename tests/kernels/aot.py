@@ -223,12 +223,30 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             )
     if arch == 90:
         hop = partial(paged, kernel="hopper", decode=False)
+        packed = partial(paged, kernel="hopper", decode=True)
+        yield packed("hopper decode bf16 d128 page 16", bf16, (32, 8), 128, 16)
+        yield packed("hopper decode bf16 d64 page 16 sink", bf16, (64, 8), 64, 16, sink=True)
+        yield packed("hopper decode bf16 d256 page 16", bf16, (8, 4), 256, 16)
+        yield hop("hopper bf16 d256 page 16", bf16, (8, 4), 256, 16)
         yield hop("hopper bf16 d128 page 16", bf16, (32, 8), 128, 16)
         yield hop("hopper bf16 d64 page 16 sink", bf16, (64, 8), 64, 16, sink=True)
         yield hop(
             "hopper bf16 d64 page 16 sink window", bf16, (64, 8), 64, 16, sink=True, window=(127, 0)
         )
         if everything:
+            yield packed(
+                "hopper decode bf16 d64 window sink",
+                bf16,
+                (64, 8),
+                64,
+                16,
+                window=(127, 0),
+                sink=True,
+            )
+            yield packed(
+                "hopper decode bf16 d128 softcap max-logits", bf16, (32, 8), 128, 64, softcap=30.0,
+                max_logits=True,
+            )  # fmt: skip
             yield hop("hopper fp16 d128 page 128", fp16, (32, 8), 128, 128)
             yield hop("hopper bf16 d128 window", bf16, (32, 8), 128, 16, window=(4095, 0))
             yield hop("hopper bf16 d128 page 256", bf16, (32, 8), 128, 256)

@@ -67,7 +67,7 @@ def assert_alike(batch: Batch, parts: list[Part], out: Buffers | None = None) ->
     """Triton's tables are the torch ones; both start from what `out` holds."""
     copy = None
     if out is not None:
-        copy = Buffers(*(t.clone() for t in (out.bands, out.items, out.reductions)))
+        copy = Buffers(*(t.clone() for t in (out.bands, out.items, out.reductions)), out.counters)
     wanted = tables_of(plan.paged_tables, batch, parts, copy)
     got = tables_of(triton_planner.paged_tables, batch, parts, out)
     assert got.keys() == wanted.keys()
@@ -163,7 +163,7 @@ def test_tables_are_those_of_the_torch_planner(device: torch.device, data: st.Da
         cut = parts[0].cut
         spare = data.draw(st.sampled_from([0, 1, 40]))
         rows = max(cut.capacity, cut.budget) + spare
-        out = Buffers(*(garbage(n, device) for n in (len(q_lens) + 1 + spare, rows, rows)))
+        out = Buffers(*(garbage(n, device) for n in (len(q_lens) + 1 + spare, rows, rows, 0)))
     with pytest.MonkeyPatch.context() as patch:
         sizes(data, device, patch)
         assert_alike(batch_on(device, q_lens, k_lens, **others), parts, out)

@@ -301,8 +301,8 @@ GLUON = {
         (file(tiles={"cuda": {}}), "tiles has 'cuda', which is unknown"),
         (file(tiles={"hopper": {"decode_8bit": {}}}), "tiles.hopper has 'decode_8bit'"),
         (
-            file(tiles={"hopper": {"prefill_16bit": {"256": GLUON}}}),
-            "tiles.hopper.prefill_16bit has '256', which is unknown; expected an object of 64, 128",
+            file(tiles={"hopper": {"prefill_16bit": {"96": GLUON}}}),
+            "tiles.hopper.prefill_16bit has '96', which is unknown; expected an object of 64, 128",
         ),
         (
             file(tiles=tiles("triton", "decode_16bit", "64", **walk(64), block_m=16)),

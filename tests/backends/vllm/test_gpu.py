@@ -19,7 +19,14 @@ pytestmark = [
 RUNNERS = pytest.mark.parametrize("runner", ["V1", "V2"])
 
 
-KERNELS = ("_attention_kernel", "_reduce_kernel", "_hopper_prefill_kernel", "_write_kv_kernel")
+KERNELS = (
+    "_attention_kernel",
+    "_reduce_kernel",
+    "_hopper_prefill_kernel",
+    "_hopper_decode_kernel",
+    "_plan_kernel",
+    "_write_kv_kernel",
+)
 
 
 def job(engine: Callable[..., Any], model: str, backend: str, **changes: Any) -> dict[str, Any]:
