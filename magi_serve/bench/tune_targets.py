@@ -148,7 +148,8 @@ def _prefill(kernel: str, dim: int) -> Target:
         # Where Gluon has the long prompts, Triton has what is left.
         works = ("1x8k", "1x2k@32k") if dim == 256 else ("1x256@8k", "1x384@32k", "4x64@4k")
     row = RowName(kernel, "prefill", 16, dim)
-    return Target(row, _cases(dim, "page16", *works), (tiles,), quick=kernel == "hopper" and dim != 256)
+    quick = kernel == "hopper" and dim != 256
+    return Target(row, _cases(dim, "page16", *works), (tiles,), quick=quick)
 
 
 def _window(dim: int) -> Target:
