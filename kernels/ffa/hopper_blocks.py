@@ -48,17 +48,73 @@ _TURN_ASM = gl.constexpr(
 
 
 @gluon.jit
-def band(bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+def read_number(smem, at, NUM_WARPS: gl.constexpr):
+    """One of the numbers that warps hand each other in shared memory."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.max(smem.index(at).load(ONE), axis=0)
+
+
+@gluon.jit
+def write_number(smem, at, number, NUM_WARPS: gl.constexpr):
+    """Hand a number on; barriers are the caller's."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    smem.index(at).store(gl.full([1], number, gl.int32, ONE))
+
+
+@gluon.jit
+def load_item(item_ptr):
+    """Query rows, bands and keys of an item."""
+    q_begin = gl.load(item_ptr)
+    q_len = gl.load(item_ptr + 1)
+    band_begin = gl.load(item_ptr + 2)
+    band_end = gl.load(item_ptr + 3)
+    k_begin = gl.load(item_ptr + 4)
+    k_end = gl.load(item_ptr + 5)
+    return q_begin, q_len, band_begin, band_end, k_begin, k_end
+
+
+@gluon.jit
+def load_band(bands_ptr, number, end, COLUMNS: gl.constexpr):
+    """Keys, diagonals and sequence of a band; zeros from the item's `end` of bands on."""
+    band_ptr = bands_ptr + number * COLUMNS
+    there = number < end
+    k_begin = gl.load(band_ptr, mask=there, other=0)
+    k_end = gl.load(band_ptr + 1, mask=there, other=0)
+    lo = gl.load(band_ptr + 2, mask=there, other=0)
+    hi = gl.load(band_ptr + 3, mask=there, other=0)
+    seq = gl.load(band_ptr + 4, mask=there, other=0)
+    return k_begin, k_end, lo, hi, seq
+
+
+@gluon.jit
+def write_item(smem, at, head, q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end,
+               k_begin, k_end, lo, hi, NUM_WARPS: gl.constexpr):  # fmt: skip
+    """Hand an item, the head to do it for, and its first band to the warps that attend."""
+    write_number(smem, at, head, NUM_WARPS)
+    write_number(smem, at + 1, q_begin, NUM_WARPS)
+    write_number(smem, at + 2, q_len, NUM_WARPS)
+    write_number(smem, at + 3, band_begin, NUM_WARPS)
+    write_number(smem, at + 4, band_end, NUM_WARPS)
+    write_number(smem, at + 5, item_k_begin, NUM_WARPS)
+    write_number(smem, at + 6, item_k_end, NUM_WARPS)
+    write_number(smem, at + 7, k_begin, NUM_WARPS)
+    write_number(smem, at + 8, k_end, NUM_WARPS)
+    write_number(smem, at + 9, lo, NUM_WARPS)
+    write_number(smem, at + 10, hi, NUM_WARPS)
+
+
+ITEM_NUMBERS = gl.constexpr(11)
+"""How many `write_item` writes."""
+
+
+@gluon.jit
+def cut_band(k_begin, k_end, lo, hi, item_k_begin, item_k_end, q_begin, q_len,
+    PAGE: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
     """A band cut to its item, and its blocks: visited ``[begin, end)``, needing no mask
     ``[full_begin, full_end)``.
     """
-    band_ptr = bands_ptr + number * COLUMNS
-    k_begin = gl.maximum(gl.load(band_ptr), item_k_begin)
-    k_end = gl.minimum(gl.load(band_ptr + 1), item_k_end)
-    lo = gl.load(band_ptr + 2)
-    hi = gl.load(band_ptr + 3)
-    seq = gl.load(band_ptr + 4)
+    k_begin = gl.maximum(k_begin, item_k_begin)
+    k_end = gl.minimum(k_end, item_k_end)
     base = k_begin if PAGE == 0 else 0
     last = q_begin + q_len - 1
     seen_begin = gl.maximum(k_begin, q_begin + lo)
@@ -74,9 +130,6 @@ def band(bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE: gl.c
         base,
         k_begin,
         k_end,
-        lo,
-        hi,
-        seq,
         seen_begin,
         seen_end,
         block_begin,
@@ -175,17 +228,21 @@ def turn(x, ID: gl.constexpr, SYNC: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column,
-             MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
+def softmax(s, m, total, logit_scale, softcap, first_key, lower_to, row_begin, row_last, column,
+             UPPER: gl.constexpr, LOWER: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
              BLOCK_N: gl.constexpr):  # fmt: skip
-    """One block of the online softmax in base 2; `logit_scale` is scale / softcap with a cap."""
+    """One block of the online softmax in base 2; `logit_scale` is scale / softcap with a cap.
+
+    UPPER masks keys past each row's last; LOWER those before its first, in blocks below `lower_to`.
+    """
     if SOFTCAP:
         e = gl.exp2(s * (logit_scale * 2.8853900817779268))
         s = softcap * (1.0 - 2.0 / (e + 1.0)) * LOG2E
-    if MASKED:
+    if UPPER:
         last = row_last - first_key
         s = gl.where(gl.expand_dims(column, 0) <= gl.expand_dims(last, 1), s, float("-inf"))
-        if BELOW:
+    if LOWER:  # noqa: SIM102 -- this is compiled away, the next is not
+        if first_key < lower_to:
             first = row_begin - first_key
             s = gl.where(gl.expand_dims(column, 0) >= gl.expand_dims(first, 1), s, float("-inf"))
     if SOFTCAP:
@@ -195,7 +252,7 @@ def softmax(s, m, total, logit_scale, softcap, first_key, row_begin, row_last, c
     if LAZY > 0:
         m_new = gl.where(m_new - m > LAZY, m_new, m)
     shift = m_new
-    if MASKED:
+    if UPPER or LOWER:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     if SOFTCAP:
         p = gl.exp2(s - gl.expand_dims(shift, 1))
@@ -230,16 +287,18 @@ def clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.co
 @gluon.jit
 def fetch_item(
     k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr, page_table_ptr,
-    fetched, band_begin, band_end, item_k_begin, item_k_end, q_begin, q_len, kv_head, stride_pages,
-    page_rows, head_rows, head_columns, STAGES: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
+    fetched, q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end, band_k_begin,
+    band_k_end, lo, hi, seq, kv_head, stride_pages, page_rows, head_rows, head_columns,
+    STAGES: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """The producer's side of an item: all its key blocks, downwards, through the rings."""
     for number in range(band_begin, band_end):
-        (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-         full_begin, full_end) = band(
-            bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
-            COLUMNS)  # fmt: skip
+        if number > band_begin:
+            band_k_begin, band_k_end, lo, hi, seq = load_band(bands_ptr, number, band_end, COLUMNS)
+        (base, k_begin, k_end, seen_begin, seen_end, block_begin, block_end, full_begin,
+         full_end) = cut_band(
+            band_k_begin, band_k_end, lo, hi, item_k_begin, item_k_end, q_begin, q_len, PAGE,
+            BLOCK_N)  # fmt: skip
         pages_ptr = page_table_ptr + seq.to(gl.int64) * stride_pages
         last_page = gl.maximum(seen_end - 1, 0) // (PAGE if PAGE > 0 else BLOCK_N)
         following = page_ids(pages_ptr, gl.maximum(block_end - 1, 0), last_page, PAGE, BLOCK_N)
@@ -266,8 +325,8 @@ def fetch_item(
 @gluon.jit
 def step(
     acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken, first_key,
-    row_begin, row_last, column, clean_begin, clean_end, logit_scale, softcap,
-    MASKED: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    lower_to, row_begin, row_last, column, logit_scale, softcap,
+    UPPER: gl.constexpr, LOWER: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, ACC: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr,
     BLOCK_N: gl.constexpr, LAZY: gl.constexpr, WARP_GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
@@ -282,15 +341,14 @@ def step(
         turn(taken, WARP_GROUP, True)
     s = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), p, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), ((taken - 1) // STAGES) & 1)
-    clean_values(v_smem.index(v_stage), first_key + BLOCK_N, clean_begin, clean_end, BLOCK_N, D)
     acc_next = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
     if TURNS:
         turn(taken, (WARP_GROUP + 1) % CONSUMERS, False)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     p, m, total, decay = softmax(
-        s, m, total, logit_scale, softcap, first_key, row_begin, row_last, column, MASKED, BELOW,
-        SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
+        s, m, total, logit_scale, softcap, first_key, lower_to, row_begin, row_last, column, UPPER,
+        LOWER, SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
     acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = rescale(acc, decay, D, ACC)
@@ -300,7 +358,7 @@ def step(
 @gluon.jit
 def attend_item(
     acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-    item_ptr, tile_row, column, logit_scale, softcap,
+    item_smem, item_at, tile_row, column, logit_scale, softcap,
     PAGE: gl.constexpr, BELOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr,
     D: gl.constexpr, BLOCK_N: gl.constexpr, LAZY: gl.constexpr, WARP_GROUP: gl.constexpr,
@@ -310,19 +368,28 @@ def attend_item(
 
     `tile_row` is the query row, counted from `q_begin`, of each matrix row. Blocks go downwards:
     masked ones above the full ones, those, masked ones below. QK of one block and PV of the one
-    before it are in flight together, so the first block has QK only and the last PV only.
+    before it are in flight together, so the first block has QK only and the last PV only. Only
+    these two can hold values that no row may read.
     """
-    number = gl.load(item_ptr + 2)
-    while number < gl.load(item_ptr + 3):
+    number = read_number(item_smem, item_at + 3, 4)
+    while number < read_number(item_smem, item_at + 4, 4):
         # Read again for every band: registers are what the loops over blocks are short of.
-        q_begin = gl.load(item_ptr)
-        q_len = gl.load(item_ptr + 1)
-        item_k_begin = gl.load(item_ptr + 4)
-        item_k_end = gl.load(item_ptr + 5)
-        (base, k_begin, k_end, lo, hi, seq, seen_begin, seen_end, block_begin, block_end,
-         full_begin, full_end) = band(
-            bands_ptr, number, item_k_begin, item_k_end, q_begin, q_len, PAGE, BLOCK_N,
-            COLUMNS)  # fmt: skip
+        q_begin = read_number(item_smem, item_at + 1, 4)
+        q_len = read_number(item_smem, item_at + 2, 4)
+        item_k_begin = read_number(item_smem, item_at + 5, 4)
+        item_k_end = read_number(item_smem, item_at + 6, 4)
+        band_k_begin = read_number(item_smem, item_at + 7, 4)
+        band_k_end = read_number(item_smem, item_at + 8, 4)
+        lo = read_number(item_smem, item_at + 9, 4)
+        hi = read_number(item_smem, item_at + 10, 4)
+        if number > read_number(item_smem, item_at + 3, 4):
+            band_k_begin, band_k_end, lo, hi, _seq = load_band(
+                bands_ptr, number, number + 1, COLUMNS
+            )
+        (base, k_begin, k_end, seen_begin, seen_end, block_begin, block_end, full_begin,
+         full_end) = cut_band(
+            band_k_begin, band_k_end, lo, hi, item_k_begin, item_k_end, q_begin, q_len, PAGE,
+            BLOCK_N)  # fmt: skip
         if block_end > block_begin:
             row = q_begin + tile_row
             row_begin = gl.maximum(row + lo, k_begin)
@@ -333,6 +400,7 @@ def attend_item(
             lowest_full = gl.maximum(full_begin, block_begin)
             num_full = gl.maximum(block_end - 1 - num_above - lowest_full, 0)
             num_below = block_end - 1 - num_above - num_full - block_begin
+            lower_to = base + full_begin * BLOCK_N
             p = gl.zeros([64, BLOCK_N], gl.float32, S)
             stage = taken % STAGES
             mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
@@ -346,40 +414,43 @@ def attend_item(
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, m, total, decay = softmax(
-                s, m, total, logit_scale, softcap, key, row_begin, row_last, column, True, BELOW,
-                SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
+                s, m, total, logit_scale, softcap, key, lower_to, row_begin, row_last, column, True,
+                BELOW, SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
             acc = rescale(acc, decay, D, ACC)
+            mbarrier.wait(v_full.index(stage), (taken // STAGES) & 1)
+            clean_values(v_smem.index(stage), key, seen_begin, k_end, BLOCK_N, D)
             taken += 1
             key -= BLOCK_N
             for _above in range(num_above):
                 acc, m, total, p = step(
                     acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken,
-                    key, row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap, True,
-                    BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
+                    key, lower_to, row_begin, row_last, column, logit_scale, softcap, True, BELOW,
+                    SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
                     CONSUMERS)  # fmt: skip
                 taken += 1
                 key -= BLOCK_N
             for _full in range(num_full):
                 acc, m, total, p = step(
                     acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, taken,
-                    key, row_begin, row_last, column, seen_begin, k_end, logit_scale, softcap,
-                    False, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY,
-                    WARP_GROUP, CONSUMERS)  # fmt: skip
+                    key, lower_to, row_begin, row_last, column, logit_scale, softcap, False, False,
+                    SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP,
+                    CONSUMERS)  # fmt: skip
                 taken += 1
                 key -= BLOCK_N
             if BELOW:
                 for _below in range(num_below):
                     acc, m, total, p = step(
                         acc, m, total, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        taken, key, row_begin, row_last, column, seen_begin, k_end, logit_scale,
-                        softcap, True, BELOW, SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N,
-                        LAZY, WARP_GROUP, CONSUMERS)  # fmt: skip
+                        taken, key, lower_to, row_begin, row_last, column, logit_scale, softcap,
+                        False, True, SOFTCAP, STAGES, TURNS, ACC, P, dtype, D, BLOCK_N, LAZY,
+                        WARP_GROUP, CONSUMERS)  # fmt: skip
                     taken += 1
                     key -= BLOCK_N
             operand = to_operand(p, dtype, P)
             stage = (taken - 1) % STAGES
             mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
-            clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
+            if BELOW:
+                clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
             acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
             acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
             mbarrier.arrive(v_empty.index(stage), count=1)

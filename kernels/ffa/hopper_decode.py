@@ -14,13 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.hopper_blocks import (
+    ITEM_NUMBERS,
     LN2,
     LOG2E,
     attend_item,
     fetch_item,
     lane_sum,
+    load_band,
+    load_item,
     normalise,
+    read_number,
     thread_barrier,
+    write_item,
 )
 from magi_serve.kernels.ffa.hopper_operands import LAZY_GROWTH, kv_operands
 from magi_serve.kernels.ffa.plan import ROW, Plan, head_blocks
@@ -36,19 +41,15 @@ def _producer(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, 
               GROUP_CHUNKS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     item_ptr = items_ptr + gl.program_id(0) // HEAD_BLOCKS * COLUMNS
-    q_begin = gl.load(item_ptr)
-    q_len = gl.load(item_ptr + 1)
+    q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end = load_item(item_ptr)
     for _ in range(gl.minimum(q_len, 1)):
-        band_begin = gl.load(item_ptr + 2)
-        band_end = gl.load(item_ptr + 3)
-        k_begin = gl.load(item_ptr + 4)
-        k_end = gl.load(item_ptr + 5)
+        k_begin, k_end, lo, hi, seq = load_band(bands_ptr, band_begin, band_end, COLUMNS)
         kv_head = gl.program_id(0) % HEAD_BLOCKS // GROUP_CHUNKS
         fetch_item(
             k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-            page_table_ptr, gl.to_tensor(0), band_begin, band_end, k_begin, k_end, q_begin, q_len,
-            kv_head, stride_pages, page_rows, head_rows, head_columns, STAGES, PAGE, BLOCK_N,
-            COLUMNS)  # fmt: skip
+            page_table_ptr, gl.to_tensor(0), q_begin, q_len, band_begin, band_end, item_k_begin,
+            item_k_end, k_begin, k_end, lo, hi, seq, kv_head, stride_pages, page_rows, head_rows,
+            head_columns, STAGES, PAGE, BLOCK_N, COLUMNS)  # fmt: skip
 
 
 @gluon.jit
@@ -120,7 +121,7 @@ def _reduce(
 
 
 @gluon.jit
-def _consumer(q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+def _consumer(q_smem, item_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
               q_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, part_acc_ptr, part_ml_ptr,
               arrived_ptr, items_ptr, reductions_ptr, bands_ptr,
               stride_q_t, stride_q_h, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t,
@@ -144,9 +145,12 @@ def _consumer(q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     item = gl.program_id(0) // HEAD_BLOCKS
     head_block = gl.program_id(0) % HEAD_BLOCKS
     item_ptr = items_ptr + item * COLUMNS
-    for _ in range(gl.minimum(gl.load(item_ptr + 1), 1)):
-        q_begin = gl.load(item_ptr)
-        q_len = gl.load(item_ptr + 1)
+    q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end = load_item(item_ptr)
+    for _ in range(gl.minimum(q_len, 1)):
+        k_begin, k_end, lo, hi, _seq = load_band(bands_ptr, band_begin, band_end, COLUMNS)
+        write_item(
+            item_smem, 0, head_block, q_begin, q_len, band_begin, band_end, item_k_begin,
+            item_k_end, k_begin, k_end, lo, hi, 4)  # fmt: skip
         token, head, valid = _matrix_rows(
             gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD)), q_begin, q_len, head_block, GROUPS,
             GROUP_ROWS, GROUP_CHUNKS)  # fmt: skip
@@ -163,12 +167,12 @@ def _consumer(q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
         total = lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
         acc, m, total, _taken = attend_item(
             acc, m, total, gl.to_tensor(0), q_smem, k_smem, v_smem, k_full, k_empty, v_full,
-            v_empty, bands_ptr, item_ptr, gl.arange(0, 64, layout=ROWS) // GROUP_ROWS,
+            v_empty, bands_ptr, item_smem, 0, gl.arange(0, 64, layout=ROWS) // GROUP_ROWS,
             gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S)), logit_scale, softcap, PAGE, BELOW,
             SOFTCAP, STAGES, False, S, ACC, P, dtype, D, BLOCK_N, LAZY, 0, 1, COLUMNS)  # fmt: skip
 
-        q_begin = gl.load(item_ptr)
-        q_len = gl.load(item_ptr + 1)
+        q_begin = read_number(item_smem, 1, 4)
+        q_len = read_number(item_smem, 2, 4)
         split_tile = gl.load(item_ptr + 6)
         total_row = gl.convert_layout(gl.sum(total, axis=1), ROWS)
         matrix_row = gl.arange(0, 64, layout=ROWS)
@@ -236,6 +240,9 @@ def _hopper_decode_kernel(
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [64, D], SWIZZLED)
+    item_smem = gl.allocate_shared_memory(
+        gl.int32, [ITEM_NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -250,7 +257,7 @@ def _hopper_decode_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (
-            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+            q_smem, item_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
             q_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, part_acc_ptr, part_ml_ptr,
             arrived_ptr, items_ptr, reductions_ptr, bands_ptr,
             stride_q_t, stride_q_h, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t,

@@ -18,49 +18,55 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.counters import counter
 from magi_serve.kernels.ffa.hopper_blocks import (
+    ITEM_NUMBERS,
     LN2,
     LOG2E,
     attend_item,
     fetch_item,
     lane_sum,
+    load_band,
+    load_item,
     normalise,
+    read_number,
     tma_load,
     turn,
     work_unit,
+    write_item,
+    write_number,
 )
 from magi_serve.kernels.ffa.hopper_operands import LAZY_GROWTH, descriptor, kv_operands
 from magi_serve.kernels.ffa.plan import ROW, Plan
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
     k_empty, v_full, v_empty,
               queue_ptr, items_ptr, bands_ptr, page_table_ptr, num_items, num_q_heads,
               stride_pages, page_rows, head_rows,
               D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
               STAGES: gl.constexpr, PAGE: gl.constexpr,
               GROUPS: gl.constexpr, head_columns, head_major,
-              Q_STAGES: gl.constexpr,
+              Q_STAGES: gl.constexpr, AHEAD: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_units = num_items * num_q_heads
     fetched = 0
     handed = 0
     unit = gl.program_id(0)
     while unit < num_units:
+        following = unit
+        if AHEAD:  # short items: the queue's answer is awaited behind them
+            following = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         item, head = work_unit(unit, num_items, num_q_heads, head_major)
-        item_ptr = items_ptr + item * COLUMNS
-        q_begin = gl.load(item_ptr)
-        q_len = gl.load(item_ptr + 1)
+        q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end = load_item(
+            items_ptr + item * COLUMNS
+        )
+        k_begin, k_end, lo, hi, seq = load_band(bands_ptr, band_begin, band_end, COLUMNS)
         for _ in range(gl.minimum(q_len, 1)):
-            band_begin = gl.load(item_ptr + 2)
-            band_end = gl.load(item_ptr + 3)
-            item_k_begin = gl.load(item_ptr + 4)
-            item_k_end = gl.load(item_ptr + 5)
-            kv_head = head // GROUPS
             slot = handed % Q_STAGES
             mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
-            unit_smem.index(slot).store(gl.full([32], unit, gl.int32, UNIT))  # read behind q_full
+            write_item(
+                item_smem, handed % (Q_STAGES + 1) * ITEM_NUMBERS, head, q_begin, q_len, band_begin,
+                band_end, item_k_begin, item_k_end, k_begin, k_end, lo, hi, 1)  # fmt: skip
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * CONSUMERS)
             for w in gl.static_range(CONSUMERS):
                 tma_load(
@@ -72,13 +78,15 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
             handed += 1
             fetched = fetch_item(
                 k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-                page_table_ptr, fetched, band_begin, band_end, item_k_begin, item_k_end, q_begin,
-                q_len, kv_head, stride_pages, page_rows, head_rows, head_columns, STAGES, PAGE,
-                BLOCK_N, COLUMNS)  # fmt: skip
-        unit = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)  # hidden behind blocks in flight
+                page_table_ptr, fetched, q_begin, q_len, band_begin, band_end, item_k_begin,
+                item_k_end, k_begin, k_end, lo, hi, seq, head // GROUPS, stride_pages, page_rows,
+                head_rows, head_columns, STAGES, PAGE, BLOCK_N, COLUMNS)  # fmt: skip
+        if not AHEAD:  # long items: late, for the best balance, and hidden behind blocks in flight
+            following = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
+        unit = following
     slot = handed % Q_STAGES
     mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
-    unit_smem.index(slot).store(gl.full([32], num_units, gl.int32, UNIT))  # the end
+    write_number(item_smem, handed % (Q_STAGES + 1) * ITEM_NUMBERS, -1, 1)  # the end
     mbarrier.arrive(q_full.index(slot), count=1)
     if gl.atomic_add(queue_ptr + 1, 1) == gl.num_programs(0) - 1:  # zeros for the next launch
         gl.store(queue_ptr, 0)
@@ -86,7 +94,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full,
 
 
 @gluon.jit
-def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+def _consumer(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
               out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
               num_q_heads,
               stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale, softcap,
@@ -109,19 +117,15 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 64, layout=ROWS)
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S))
-    num_units = num_items * num_q_heads
     taken = 0
     handed = 0
     if TURNS and WARP_GROUP == CONSUMERS - 1:
         turn(handed, 0, False)  # the first turn is the first warp-group's
     mbarrier.wait(q_full.index(0), 0)
-    unit = gl.max(unit_smem.index(0).load(UNIT), axis=0)
-    while unit < num_units:
-        item, head = work_unit(unit, num_items, num_q_heads, head_major)
-        item_ptr = items_ptr + item * COLUMNS
+    while read_number(item_smem, handed % (Q_STAGES + 1) * ITEM_NUMBERS, 4) >= 0:
+        item_at = handed % (Q_STAGES + 1) * ITEM_NUMBERS
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         acc = gl.zeros([64, D], gl.float32, ACC)
         total = lane_sum(gl.zeros([64, BLOCK_N], gl.float32, S), BLOCK_N)
@@ -133,17 +137,17 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
         acc, m, total, taken = attend_item(
             acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-            item_ptr, WARP_GROUP * 64 + lane, column, logit_scale, softcap, PAGE, BELOW, SOFTCAP,
-            STAGES, TURNS, S, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP, CONSUMERS,
+            item_smem, item_at, WARP_GROUP * 64 + lane, column, logit_scale, softcap, PAGE, BELOW,
+            SOFTCAP, STAGES, TURNS, S, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP, CONSUMERS,
             COLUMNS)  # fmt: skip
         if not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(slot), count=1)
-        handed += 1
 
         # Finish: max-logit, sink, lse, normalisation. What it needs is read again rather than kept.
-        item, head = work_unit(unit, num_items, num_q_heads, head_major)
-        q_begin = gl.load(items_ptr + item * COLUMNS)
-        q_len = gl.load(items_ptr + item * COLUMNS + 1)
+        item_at = handed % (Q_STAGES + 1) * ITEM_NUMBERS
+        head = read_number(item_smem, item_at, 4)
+        q_begin = read_number(item_smem, item_at + 1, 4)
+        q_len = read_number(item_smem, item_at + 2, 4)
         row = q_begin + WARP_GROUP * 64 + lane
         total_row = gl.convert_layout(gl.sum(total, axis=1), ROWS)
         valid = WARP_GROUP * 64 + lane < q_len
@@ -163,8 +167,8 @@ def _consumer(q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empt
         out_row = out_ptr + (q_begin + store_row).to(gl.int64) * stride_o_t + head * stride_o_h
         out_at = gl.expand_dims(out_row, 1) + gl.expand_dims(store_column, 0)
         gl.store(out_at, gl.convert_layout(out, STORE), mask=gl.expand_dims(store_row < q_len, 1))
+        handed += 1
         mbarrier.wait(q_full.index(handed % Q_STAGES), (handed // Q_STAGES) & 1)
-        unit = gl.max(unit_smem.index(handed % Q_STAGES).load(UNIT), axis=0)
 
 
 @gluon.jit(
@@ -189,7 +193,7 @@ def _hopper_prefill_kernel(
     GROUPS: gl.constexpr, head_columns, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    head_major, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    head_major, Q_STAGES: gl.constexpr, AHEAD: gl.constexpr, COLUMNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -200,8 +204,9 @@ def _hopper_prefill_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, 64, D], SWIZZLED)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], SWIZZLED)
-    unit_smem = gl.allocate_shared_memory(
-        gl.int32, [Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # One more than Q_STAGES: an item's numbers are read until its output is stored.
+    item_smem = gl.allocate_shared_memory(
+        gl.int32, [(Q_STAGES + 1) * ITEM_NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -222,7 +227,7 @@ def _hopper_prefill_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -231,17 +236,17 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -250,7 +255,7 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -259,17 +264,17 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
             (_producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -278,7 +283,7 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -287,7 +292,7 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
             (_consumer, (
-                q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full, k_empty, v_full,
+                q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
                 out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
                 num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
@@ -296,12 +301,12 @@ def _hopper_prefill_kernel(
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 2)),
             (_producer, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, unit_smem, q_full, q_empty, k_full,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -316,8 +321,8 @@ def _registers(consumers: int, programs_per_sm: int, boxes: int) -> tuple[int, i
         return (232, 40, 168) if many else (240, 24, 168)
     if consumers == 3:
         return 160, 32, 128
-    if programs_per_sm == 3:
-        return 136, 24, 80
+    if programs_per_sm > 2:
+        return (136, 24, 80) if programs_per_sm == 3 else (104, 24, 64)
     return (216, 40, 128) if many else (232, 24, 128)
 
 
@@ -375,6 +380,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         LAZY=0 if call.max_logits is not None else LAZY_GROWTH,
         head_major=int(plan.head_major),
         Q_STAGES=2 if consumers == 1 else 1,
+        AHEAD=consumers == 1,
         COLUMNS=ROW,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,

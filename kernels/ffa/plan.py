@@ -23,6 +23,7 @@ from torch import Tensor
 
 from magi_serve.errors import ArgumentError
 from magi_serve.masks import UNBOUNDED
+from magi_serve.types import AttentionProblem
 
 Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
@@ -33,6 +34,8 @@ ITEM_COLUMNS = ("q_begin", "q_len", "band_begin", "band_end", "k_begin", "k_end"
 REDUCTION_COLUMNS = ("q_begin", "q_len", "first_item", "num_items")
 ROW = 8
 """Columns per table row, the named ones first: 32 bytes."""
+L2_BYTES = 32 << 20
+"""Keys and values up to about this size stay in L2."""
 
 
 def normal_window(window: Window | None) -> Window | None:
@@ -300,6 +303,12 @@ def head_blocks(num_q_heads: int, num_kv_heads: int, config: TileConfig) -> int:
     """Programs per item: kv heads, times the chunks that the query heads of each are cut into."""
     groups = num_q_heads // num_kv_heads
     return num_kv_heads * -(-groups // config.group_rows(groups))
+
+
+def exceeds_l2(problem: AttentionProblem, num_keys: int) -> bool:
+    """Whether so many keys and values leave the L2 cache of the GPUs that we tile for."""
+    key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+    return num_keys * problem.num_kv_heads * key_bytes > L2_BYTES
 
 
 @dataclass(frozen=True, eq=False, slots=True)

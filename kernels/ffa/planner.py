@@ -21,6 +21,7 @@ from magi_serve.kernels.ffa.plan import (
     TileConfig,
     Window,
     capturing,
+    exceeds_l2,
     head_blocks,
     normal_window,
     paged_tables,
@@ -28,9 +29,6 @@ from magi_serve.kernels.ffa.plan import (
 )
 from magi_serve.masks import UNBOUNDED
 from magi_serve.types import AttentionProblem
-
-L2_BYTES = 32 << 20
-"""Keys and values up to about this size stay in the L2 cache of the GPUs that we tile for."""
 
 
 def _tables_for(spec: KernelSpec) -> Callable[[Batch, list[Part], Buffers | None], Tables]:
@@ -179,8 +177,7 @@ class PagedPlanner:
             bands, tables = self.paged_tables(batch, parts, out)
             if out is not None:
                 out.plans += 1
-            key_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
-            kv_bytes = (max_seqlen_k or num_tokens) * problem.num_kv_heads * key_bytes
+            beyond_l2 = exceeds_l2(problem, max_seqlen_k or num_tokens)
             for part, (items, reductions) in zip(parts, tables, strict=True):
                 config, counters = part.cut.config, None
                 if config.fused and reductions is not None:
@@ -194,7 +191,7 @@ class PagedPlanner:
                         reductions,
                         counters=counters,
                         bounded_below=self.window is not None and self.window[0] is not None,
-                        head_major=kv_bytes > L2_BYTES,
+                        head_major=beyond_l2,
                     )
                 )
         return PagedPlan(

@@ -7,6 +7,7 @@ import torch
 from magi_serve.kernels.ffa.plan import (
     Plan,
     TileConfig,
+    exceeds_l2,
     expand,
     head_blocks,
     make_items,
@@ -33,7 +34,8 @@ def plan_slices(
     Rows are cut where a slice begins or ends, so that all rows of a tile lie in the same slices; a
     tile's keys are split by position, whatever part of a range its slices cover.
     """
-    key = (config, problem.num_q_heads, problem.num_kv_heads, total_q, device)
+    dims = (problem.head_dim, problem.head_dim_v, problem.kv_dtype)
+    key = (config, problem.num_q_heads, problem.num_kv_heads, *dims, total_q, device)
     kept = _PLANS.setdefault(slices, {})
     if key not in kept:
         plan = _plan_slices(slices, total_q, config, problem)
@@ -44,7 +46,8 @@ def plan_slices(
             plan.bands.to(device),
             plan.items.to(device),
             None if plan.reductions is None else plan.reductions.to(device),
-            bounded_below=plan.bounded_below,
+            plan.bounded_below,
+            plan.head_major,
         )
     return kept[key]
 
@@ -86,4 +89,6 @@ def _plan_slices(
     items, reductions = make_items(tiles, config, budget=budget, out=None)
     columns = [*table[:, 2:].unbind(1), torch.zeros_like(table[:, 0])]
     bounded_below = bool((table[:, 4] > -UNBOUNDED).any())
-    return Plan(config, table_of(columns, None), items, reductions, bounded_below)
+    num_keys = int(table[:, 3].max()) if len(table) else 0
+    head_major = exceeds_l2(problem, num_keys)
+    return Plan(config, table_of(columns, None), items, reductions, bounded_below, head_major)
