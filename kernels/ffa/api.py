@@ -510,3 +510,4 @@ def _check_plan(
             f"plan is for kernel {plan.kernel} and the call has kernel={kernel!r}; name it to "
             "PagedPlanner"
         )
+    plan.check_tables()

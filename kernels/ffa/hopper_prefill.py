@@ -46,16 +46,13 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full,
               D: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
               STAGES: gl.constexpr, PAGE: gl.constexpr,
               GROUPS: gl.constexpr, head_columns, head_major,
-              Q_STAGES: gl.constexpr, AHEAD: gl.constexpr,
+              Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     num_units = num_items * num_q_heads
     fetched = 0
     handed = 0
     unit = gl.program_id(0)
     while unit < num_units:
-        following = unit
-        if AHEAD:  # short items: the queue's answer is awaited behind them
-            following = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
         item, head = work_unit(unit, num_items, num_q_heads, head_major)
         q_begin, q_len, band_begin, band_end, item_k_begin, item_k_end = load_item(
             items_ptr + item * COLUMNS
@@ -81,9 +78,7 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full,
                 page_table_ptr, fetched, q_begin, q_len, band_begin, band_end, item_k_begin,
                 item_k_end, k_begin, k_end, lo, hi, seq, head // GROUPS, stride_pages, page_rows,
                 head_rows, head_columns, STAGES, PAGE, BLOCK_N, COLUMNS)  # fmt: skip
-        if not AHEAD:  # long items: late, for the best balance, and hidden behind blocks in flight
-            following = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)
-        unit = following
+        unit = gl.atomic_add(queue_ptr, 1) + gl.num_programs(0)  # hidden behind blocks in flight
     slot = handed % Q_STAGES
     mbarrier.wait(q_empty.index(slot), ((handed // Q_STAGES) & 1) ^ 1)
     write_number(item_smem, handed % (Q_STAGES + 1) * ITEM_NUMBERS, -1, 1)  # the end
@@ -193,7 +188,7 @@ def _hopper_prefill_kernel(
     GROUPS: gl.constexpr, head_columns, BELOW: gl.constexpr, HAS_SINK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    head_major, Q_STAGES: gl.constexpr, AHEAD: gl.constexpr, COLUMNS: gl.constexpr,
+    head_major, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -241,7 +236,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
@@ -269,7 +264,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -306,7 +301,7 @@ def _hopper_prefill_kernel(
                 num_items,
                 num_q_heads, stride_pages, page_rows, head_rows, D, CONSUMERS, BLOCK_N, STAGES,
                 PAGE,
-                GROUPS, head_columns, head_major, Q_STAGES, AHEAD, COLUMNS)),
+                GROUPS, head_columns, head_major, Q_STAGES, COLUMNS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -321,8 +316,8 @@ def _registers(consumers: int, programs_per_sm: int, boxes: int) -> tuple[int, i
         return (232, 40, 168) if many else (240, 24, 168)
     if consumers == 3:
         return 160, 32, 128
-    if programs_per_sm > 2:
-        return (136, 24, 80) if programs_per_sm == 3 else (104, 24, 64)
+    if programs_per_sm == 3:
+        return 136, 24, 80
     return (216, 40, 128) if many else (232, 24, 128)
 
 
@@ -375,12 +370,12 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         HAS_SINK=sink is not None,
         SOFTCAP=call.softcap > 0,
         MAX_LOGITS=call.max_logits is not None,
-        TURNS=consumers == 3,
+        # Two warp-groups keep out of each other's way by themselves where pages slow the producer.
+        TURNS=consumers == 3 or (consumers == 2 and kv.page_size == 0),
         Q_IN_REGISTERS=head_dim == 128 and consumers == 2 and not plan.bounded_below,
         LAZY=0 if call.max_logits is not None else LAZY_GROWTH,
         head_major=int(plan.head_major),
         Q_STAGES=2 if consumers == 1 else 1,
-        AHEAD=consumers == 1,
         COLUMNS=ROW,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,

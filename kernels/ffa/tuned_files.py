@@ -74,7 +74,7 @@ _WARP_GROUPS = {
     "consumers": Field((1, 2, 3)),
     "block_n": Field((64, 128)),
     "num_stages": _integers(1, 8),
-    "programs_per_sm": _integers(1, 4),
+    "programs_per_sm": Field((1, 2, 3)),
     "min_tiles_per_sm": Field(low=0, high=1000),
 }
 _PACKED = {

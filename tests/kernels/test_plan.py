@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from magi_serve import paged_attention
 from magi_serve.errors import ArgumentError
-from magi_serve.kernels.ffa import cpu
-from magi_serve.kernels.ffa.plan import PagedPlan, Plan, TileConfig
+from magi_serve.kernels.ffa import cpu, triton_attention
+from magi_serve.kernels.ffa.plan import PagedPlan, Plan, TileConfig, head_blocks
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.reference import slices_mask
 from magi_serve.kernels.ffa.slices import plan_slices
@@ -327,6 +328,45 @@ def test_a_plan_of_decodes_is_refused_once_its_tables_hold_another() -> None:
         first.check_tables()
     for plan in (second, *others):
         plan.check_tables()
+
+
+def test_a_call_with_a_plan_whose_tables_hold_another_is_refused() -> None:
+    batch = make_paged([1, 1], [50, 60])
+    planner = batch.planner("cpu")
+    first, _second = batch.plan(planner, 2), batch.plan(planner, 2)
+    with pytest.raises(ArgumentError, match=r"number 1 .* number 2 has overwritten its tables"):
+        paged_attention(batch.q, batch.kv, batch.cu_seqlens_q, plan=first)
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 64), (8, 4, 256), (64, 1, 128)])
+def test_plans_and_states_of_split_keys_take_little_memory(
+    kernel: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the keys' lengths: their number is not in the plan."""
+    num_q_heads, num_kv_heads, dim = heads
+    bf16 = torch.bfloat16
+    monkeypatch.setattr(triton_attention, "num_sms", lambda device: 132)
+    planner = PagedPlanner(
+        AttentionProblem("cuda", bf16, bf16, num_q_heads, num_kv_heads, dim, dim, 90, 16),
+        max_tokens=8192,
+        max_seqs=1024,
+        device=CPU,
+        kernel=kernel,
+    )
+    buffers = planner.buffers()
+    tables = (buffers.bands, buffers.items, buffers.reductions, buffers.counters)
+    states = [0]
+    for seqs in range(1, 1025):
+        for q_len in (1, 2, 4, 8):
+            cut = planner.cut("decode", rows=seqs * q_len, seqs=seqs, max_q_len=q_len)
+            if cut.budget:
+                programs = max(cut.capacity, cut.budget) * head_blocks(
+                    num_q_heads, num_kv_heads, cut.config
+                )
+                states.append(programs * cut.config.block_m * (dim + 2) * 4)
+    assert len(states) > 10
+    assert sum(t.nbytes for t in tables) + max(states) < 64 << 20
 
 
 def test_captured_graphs_get_no_tables_that_are_gone_at_their_replays(
