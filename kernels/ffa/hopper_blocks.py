@@ -272,12 +272,13 @@ def clean_values(v_block, first_key, begin, end, BLOCK_N: gl.constexpr, D: gl.co
     Every warp-group does so for itself: all write the same bytes, so none waits for another.
     """
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    AT_ONCE: gl.constexpr = 2048 // D  # a few registers
     dirty = (first_key < begin) | (first_key + BLOCK_N > end)
     for _ in range(dirty.to(gl.int32)):
-        for i in gl.static_range(BLOCK_N // 16):  # a few registers at a time
-            key = first_key + i * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, ROWS))
+        for i in gl.static_range(BLOCK_N // AT_ONCE):
+            key = first_key + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, ROWS))
             clean = gl.expand_dims((key >= begin) & (key < end), 1)
-            rows = v_block.slice(i * 16, 16, dim=0)
+            rows = v_block.slice(i * AT_ONCE, AT_ONCE, dim=0)
             v = rows.load(ROWS)
             rows.store(gl.where(clean, v, gl.zeros_like(v)))
         fence_async_shared()
@@ -401,6 +402,8 @@ def attend_item(
             num_full = gl.maximum(block_end - 1 - num_above - lowest_full, 0)
             num_below = block_end - 1 - num_above - num_full - block_begin
             lower_to = base + full_begin * BLOCK_N
+            # A page with a key that some row sees is the sequence's own from its start on.
+            stored_from = base if PAGE == 0 else seen_begin - seen_begin % PAGE
             p = gl.zeros([64, BLOCK_N], gl.float32, S)
             stage = taken % STAGES
             mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
@@ -418,7 +421,7 @@ def attend_item(
                 BELOW, SOFTCAP, LAZY, BLOCK_N)  # fmt: skip
             acc = rescale(acc, decay, D, ACC)
             mbarrier.wait(v_full.index(stage), (taken // STAGES) & 1)
-            clean_values(v_smem.index(stage), key, seen_begin, k_end, BLOCK_N, D)
+            clean_values(v_smem.index(stage), key, stored_from, k_end, BLOCK_N, D)
             taken += 1
             key -= BLOCK_N
             for _above in range(num_above):
@@ -450,7 +453,7 @@ def attend_item(
             stage = (taken - 1) % STAGES
             mbarrier.wait(v_full.index(stage), ((taken - 1) // STAGES) & 1)
             if BELOW:
-                clean_values(v_smem.index(stage), key + BLOCK_N, seen_begin, k_end, BLOCK_N, D)
+                clean_values(v_smem.index(stage), key + BLOCK_N, stored_from, k_end, BLOCK_N, D)
             acc_next = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
             acc, operand = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next, operand))
             mbarrier.arrive(v_empty.index(stage), count=1)
