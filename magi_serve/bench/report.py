@@ -14,11 +14,11 @@ from magi_serve.versions import nvidia_driver, versions
 
 
 def add_commit(parser: argparse.ArgumentParser) -> None:
-    """The option ``--commit``, for machines that have the package but not its repository."""
+    """The option ``--commit``, for machines that do not have the repository as it is measured."""
     parser.add_argument(
         "--commit",
         metavar="TEXT",
-        help="the commit that rows name where magi-serve does not run from a checkout",
+        help="the commit that rows name; default: that of the checkout, with -dirty if changed",
     )
 
 
@@ -26,7 +26,7 @@ def machine(commit: str | None = None) -> dict[str, str]:
     """GPU, versions and commit: the part of a row that says where it was measured.
 
     Args:
-        commit: what to record where the package does not run from a checkout.
+        commit: what to record; None for the checkout that the package runs from.
     """
     import torch
 
@@ -35,7 +35,7 @@ def machine(commit: str | None = None) -> dict[str, str]:
         found["flashinfer"] = version("flashinfer-python")
     return {
         **{name: said or "not installed" for name, said in found.items()},
-        "commit": _commit() or commit or "unknown",
+        "commit": commit or _commit() or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 

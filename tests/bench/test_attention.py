@@ -321,9 +321,10 @@ def test_a_run_writes_one_json_line_per_row_and_a_table(
     assert "[1/1] 1x9/4:2:64/page16: checking cpu" in said.err
 
 
-def test_a_told_commit_counts_only_outside_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_told_commit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_commit", lambda: "1234567")
-    assert report.machine("told")["commit"] == "1234567"
+    assert report.machine("told")["commit"] == "told"
+    assert report.machine()["commit"] == "1234567"
     monkeypatch.setattr(report, "_commit", lambda: None)
     assert report.machine("told")["commit"] == "told"
     assert report.machine()["commit"] == "unknown"
