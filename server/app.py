@@ -22,6 +22,8 @@ from magi_serve.server import engine, middleware, routes, streams
 from magi_serve.server.errors import ServeError
 from magi_serve.server.gate import Gate
 from magi_serve.server.lifecycle import Lifecycle, warm_up
+from magi_serve.server.metrics import EngineFigures, Figures
+from magi_serve.server.middleware.admission import Tally
 from magi_serve.server.starting import Server, StartProbes, answer_while_starting
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -106,10 +108,15 @@ async def create_app(client: Any, args: Namespace) -> FastAPI:
     app: FastAPI = engine.vllm_server("build_app")(args, tasks, client.model_config)
     routes.attach(app)
     streams.attach(app, client, args)
-    middleware.attach(app, args)
-    middleware.guard_engine(client, args)
+    tally = Tally()
+    middleware.attach(app, args, tally)
+    queue = middleware.guard_engine(client, args)
     await engine.vllm_server("init_app_state")(client, app.state, args, tasks)
-    routes.init_state(app.state, await engine.attention_report(client, args))
+    attention = await engine.attention_report(client, args)
+    routes.init_state(app.state, attention)
+    figures = EngineFigures(client, plans="unknown" not in attention)
+    await figures.ask()
+    Figures(attention, tally, queue, figures).register()
     return app
 
 

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from magi_serve.backends.vllm import compat
+from magi_serve.backends.vllm.plan_time import plan_time
 from magi_serve.errors import NoKernelError
 from magi_serve.kernels.capabilities import SPECS
 from magi_serve.kernels.ffa.plan import PagedPlan, Window
@@ -127,6 +128,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             even_rows=getattr(spec, "page_size_padded", None) is None,
         )
 
+    @plan_time
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MagiMetadata:

@@ -1,14 +1,14 @@
 """The vLLM plugin: makes ``--attention-backend CUSTOM`` mean our backend, in every process.
 
 A process that does not select CUSTOM behaves as without us: all we add is an entry in vLLM's
-registry, a pass-through around the platform's choice of backend, and a method of the engine core
-that nothing calls but our service.
+registry, a pass-through around the platform's choice of backend, and two methods of the engine
+core that nothing calls but our service.
 """
 
 import logging
 from typing import Any
 
-from magi_serve.backends.vllm import progress
+from magi_serve.backends.vllm import engine_state, progress
 from magi_serve.errors import PluginError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ def register() -> None:
         logger.warning("%s", _clash(custom.get_path()))
     _guard_selection(type(current_platform), custom)
     progress.add_method()
+    engine_state.add_method()
 
 
 def _clash(holder: str) -> str:

@@ -30,6 +30,12 @@ class WorkerReport:
             groups.extend(_describe(backend, members) for backend, members in by_class.items())
         return {"device": str(current_platform.get_device_name()), "groups": groups}
 
+    def magi_serve_plan_time(self) -> tuple[int, float]:
+        """How many batches this worker has planned, and the seconds of host time that it took."""
+        from magi_serve.backends.vllm.plan_time import plan_time
+
+        return plan_time.count, plan_time.seconds
+
 
 def _describe(backend: type, layers: list[Any]) -> dict[str, Any]:
     impl = getattr(layers[0], "impl", None)

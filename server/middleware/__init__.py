@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.middleware import Middleware
 
 from magi_serve.server.middleware import engine_door
-from magi_serve.server.middleware.admission import Admission
+from magi_serve.server.middleware.admission import Admission, Tally
 from magi_serve.server.middleware.auth import Authentication
 from magi_serve.server.middleware.errors import ShortErrors, invalid_request
 from magi_serve.server.middleware.lengths import capacity_of, check_lengths
@@ -33,7 +33,7 @@ from magi_serve.server.middleware.prefill_queue import PrefillQueue
 _REPLACED = ("CORSMiddleware", "AuthenticationMiddleware")
 
 
-def attach(app: FastAPI, args: Namespace) -> None:
+def attach(app: FastAPI, args: Namespace, tally: Tally | None = None) -> None:
     """Put the middlewares in front of those of `app`, vLLM's application, before it is used.
 
     Two of vLLM's own give way: its key check, which knows some paths only, and its CORS.
@@ -43,14 +43,14 @@ def attach(app: FastAPI, args: Namespace) -> None:
     ours = [Middleware(ShortErrors)]
     if args.magi_serve_keys:
         ours.append(Middleware(Authentication, keys=args.magi_serve_keys))
-    ours.append(Middleware(Admission, settings=args.magi_serve))
+    ours.append(Middleware(Admission, settings=args.magi_serve, tally=tally))
     ours.append(Middleware(Limits, settings=args.magi_serve))
     app.user_middleware = [*(cors if args.allowed_origins else []), *ours, *theirs]
     app.middleware_stack = None  # vLLM may have built it; it is built again at the first request
     app.add_exception_handler(RequestValidationError, invalid_request)
 
 
-def guard_engine(client: Any, args: Namespace) -> None:
+def guard_engine(client: Any, args: Namespace) -> PrefillQueue:
     """Check the lengths of what the engine behind `client` is asked for, and queue long prompts."""
     settings, cache = args.magi_serve, client.vllm_config.cache_config
     check_lengths(capacity_of(client))
@@ -62,6 +62,7 @@ def guard_engine(client: Any, args: Namespace) -> None:
         max_waiting=settings.max_queue,
     )
     engine_door.hang(client, settings, queue)
+    return queue
 
 
 def _name(middleware: Middleware) -> str:

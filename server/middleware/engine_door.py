@@ -65,7 +65,7 @@ def _ticket(
             f"one is expected to be read in {full.retry_after_s} s, try again then"
         )
         error = refuse(message, "prompt")
-        request.refusal = Refusal(429, message, retry_after_s=full.retry_after_s)
+        request.refusal = Refusal(429, message, retry_after_s=full.retry_after_s, limit="queue")
         raise error from None
     if request is not None and ticket is not None:
         request.long_prompts += 1

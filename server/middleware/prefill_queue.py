@@ -34,6 +34,7 @@ class Ticket:
     def __init__(self, queue: "PrefillQueue", tokens: int, priority: int, number: int) -> None:
         self.tokens = tokens
         self.order = (priority, number)
+        self.asked_s = queue.now_s()
         self.since_s = 0.0
         self._queue = queue
         self._turn = asyncio.Event()
@@ -59,6 +60,11 @@ class PrefillQueue:
         max_running: how many are read at a time.
         max_running_tokens: how many tokens they may have together; one alone may have more.
         max_waiting: how many may wait.
+
+    Attributes:
+        running, waiting: the prompts that are being read, and those whose turn it is not.
+        read, tokens_read, seconds_read, seconds_waited: of the prompts read to their end, how many,
+            their tokens, how long reading took, and how long they had waited.
     """
 
     def __init__(
@@ -73,6 +79,10 @@ class PrefillQueue:
         self.running: list[Ticket] = []
         self.waiting: list[Ticket] = []
         self.places = max_running + max_waiting
+        self.read = 0
+        self.tokens_read = 0
+        self.seconds_read = 0.0
+        self.seconds_waited = 0.0
         self._long_tokens = long_tokens
         self._max_running = max_running
         self._max_running_tokens = max_running_tokens
@@ -80,6 +90,10 @@ class PrefillQueue:
         self._clock = clock
         self._numbers = count()
         self._tokens_per_s: float | None = None
+
+    def now_s(self) -> float:
+        """The queue's time."""
+        return self._clock()
 
     def ticket(self, tokens: int, priority: int = 0, *, refuse: bool = True) -> Ticket | None:
         """A place for a prompt of `tokens`, lower `priority` first; None if it is not long.
@@ -102,6 +116,11 @@ class PrefillQueue:
         if ticket in self.running:
             self.running.remove(ticket)
             elapsed_s = self._clock() - ticket.since_s
+            if read:
+                self.read += 1
+                self.tokens_read += ticket.tokens
+                self.seconds_read += elapsed_s
+                self.seconds_waited += ticket.since_s - ticket.asked_s
             if read and elapsed_s > 0:
                 speed = ticket.tokens / elapsed_s
                 self._tokens_per_s = (speed + (self._tokens_per_s or speed)) / 2

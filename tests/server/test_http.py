@@ -1,11 +1,14 @@
 """Real text over HTTP: SmolLM2-135M in a real process, asked by the official client."""
 
 import json
+import re
 import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ pytest.importorskip("openai")
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from magi_serve import __version__
 
 pytestmark = pytest.mark.vllm
 
+ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2"
 QUESTION = "What is the capital of France?"
 
@@ -113,6 +118,56 @@ def test_metrics_keep_the_names_of_vllm(service: Any) -> None:
     scrape = httpx.get(f"{service.url}/metrics").text
     for name in ("vllm:num_requests_running", "vllm:prompt_tokens_total"):
         assert name in scrape
+
+
+def test_metrics_have_our_own_beside_them(client: openai.OpenAI, service: Any) -> None:
+    client.completions.create(model=MODEL, prompt="A page of keys", max_tokens=2)
+    httpx.get(f"{service.url}/metrics")  # has the engine asked
+    deadline = time.monotonic() + 30
+    while not (plans := re.search(r"^magi_plans_total ([\d.]+)", scrape(service), re.M)) or (
+        float(plans[1]) < 2
+    ):
+        assert time.monotonic() < deadline, scrape(service)
+        time.sleep(1)
+    found = scrape(service)
+    assert re.search(r'^magi_attention_info\{.*kernel="cpu".*\} 1', found, re.M)
+    pages, free = (
+        float(re.search(rf"^{name} ([\d.e+]+)", found, re.M)[1])  # type: ignore[index]
+        for name in ("magi_kv_pages", "magi_kv_pages_free")
+    )
+    assert pages == free > 0
+    assert re.search(r'^magi_kv_pages_held\{.*kind="FullAttentionSpec".*\} 0', found, re.M)
+    assert 'magi_prompt_tokens_unread{state="running"} 0.0' in found
+
+
+def scrape(service: Any) -> str:
+    return httpx.get(f"{service.url}/metrics").text
+
+
+def test_every_panel_of_the_dashboard_finds_its_figures(
+    client: openai.OpenAI, service: Any
+) -> None:
+    """Names and labels of every query, in a scrape of a service that has answered."""
+    client.completions.create(model=MODEL, prompt="Two words", max_tokens=3)
+    time.sleep(1)
+    samples: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(scrape(service)):
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
+    board = json.loads((ROOT / "deploy" / "grafana" / "magi-serve.json").read_text())
+    assert len(board["panels"]) >= 10
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            names = re.findall(r"((?:vllm:|magi_)\w+)\{", target["expr"])
+            assert names, target
+            missing = [name for name in names if name not in samples]
+            assert not missing, (panel["title"], missing)
+            labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            labels |= set(re.findall(r"by \(([\w, ]+)\)", target["expr"])) - {"le"}
+            used = {one.strip() for label in labels for one in label.split(",")}
+            assert used <= set().union(*(samples[name] for name in names)), panel["title"]
+            buckets = [name for name in names if name.endswith("_bucket")]
+            assert all("le" in samples[name] for name in buckets)
 
 
 def test_the_model_is_listed_with_its_length(client: openai.OpenAI) -> None:
