@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import shlex
@@ -24,7 +25,10 @@ from magi_serve.server.gate import Gate
 from magi_serve.server.lifecycle import Lifecycle, warm_up
 from magi_serve.server.metrics import EngineFigures, Figures
 from magi_serve.server.middleware.admission import Tally
+from magi_serve.server.request_ids import RequestIds, name_log_records
 from magi_serve.server.starting import Server, StartProbes, answer_while_starting
+
+logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -77,7 +81,8 @@ async def serve(args: Namespace) -> int:
 
 async def _serve(app: FastAPI, client: Any, sock: socket.socket, args: Namespace) -> int:
     """Answer requests on `sock` until it is time to end, and return the exit code."""
-    gate = Gate(app)
+    name_log_records()
+    gate = Gate(RequestIds(app))
     server = Server(_uvicorn_config(gate, args))
     lifecycle = Lifecycle(server, gate, client, grace_s=args.shutdown_timeout)
     app.state.magi_serve_lifecycle = lifecycle
@@ -169,7 +174,11 @@ async def _announce(server: Server, app: FastAPI, sock: socket.socket, args: Nam
     model = app.state.openai_serving_models.base_model_paths[0].name
     url = "http://localhost" if args.uds else _url(sock, tls=bool(args.ssl_certfile))
     line = curl_line(url, model, uds=args.uds, needs_key=bool(args.api_key))
-    print(f"\nmagi-serve is ready: {url}  (model {model})\n  {line}\n", flush=True)
+    ready = f"magi-serve is ready: {url}  (model {model})"
+    if engine.logs_json(args):
+        logger.info("%s", ready)
+    else:
+        print(f"\n{ready}\n  {line}\n", flush=True)
 
 
 def _url(sock: socket.socket, *, tls: bool) -> str:

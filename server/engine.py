@@ -129,6 +129,11 @@ def refused_modes(args: Namespace) -> list[str]:
     ]
 
 
+def logs_json(args: Namespace) -> bool:
+    """Whether vLLM was told to log JSON, which it can from 0.32 on."""
+    return getattr(getattr(args, "logging_config", None), "formatter", "text") == "json"
+
+
 def chosen_backend(args: Namespace) -> str | None:
     """The attention backend asked for, by either of vLLM's options; None if that was left open."""
     chosen = args.attention_backend or getattr(args.attention_config, "backend", None)

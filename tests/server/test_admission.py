@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -422,8 +424,32 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
+def traces() -> Iterator[tuple[str, list[bytes]]]:
+    """Where OpenTelemetry's protobuf over HTTP may be sent, and what has come."""
+    received: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
 def url(
-    tmp_path_factory: pytest.TempPathFactory, command: Callable[..., dict[str, Any]]
+    tmp_path_factory: pytest.TempPathFactory,
+    command: Callable[..., dict[str, Any]],
+    traces: tuple[str, list[bytes]],
 ) -> Iterator[tuple[str, Path]]:
     """A real service with a key in a file, small limits and a queue of one, and its log."""
     from magi_serve.server.demo_model import demo_model
@@ -442,9 +468,12 @@ def url(
     words += ["--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     words += ["--api-key-file", str(folder / "keys"), "--max-body-bytes", "400000"]
     words += ["--max-long-prefills", "1", "--max-queue", "1"]
+    words += ["--logging-config.formatter", "json", "--otlp-traces-endpoint", traces[0]]
     log = folder / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(**command(*words), stdout=out, stderr=subprocess.STDOUT)
+        keywords = command(*words)
+        keywords["env"]["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
+        process = subprocess.Popen(**keywords, stdout=out, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 200
         while "magi-serve is ready: " not in log.read_text(errors="replace"):
@@ -465,6 +494,51 @@ def post(
 ) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.post(url + path, json=body, headers=headers, timeout=120, **given)
+
+
+@pytest.mark.vllm
+def test_logs_in_json_name_the_request(url: tuple[str, Path]) -> None:
+    address, log = url
+    ask = {"model": "m", "prompt": "One", "max_tokens": 1}
+    for name in ("tab-7/é".encode("latin-1"), b"order-66", None):
+        given = {} if name is None else {"X-Request-Id": name}
+        answer = httpx.post(
+            f"{address}/v1/completions",
+            json=ask,
+            headers={"Authorization": f"Bearer {KEY}", **given},
+            timeout=60,
+        )
+        assert answer.status_code == 200
+        if name == b"order-66":
+            assert "order-66" in answer.json()["id"]
+    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in lines]
+    ours = [r for r in records if r["name"].startswith("magi_serve.")]
+    assert any("magi-serve is ready: " in r["message"] for r in ours)
+    access = [r for r in records if '"POST /v1/completions' in r["message"]]
+    names = [r["request_id"] for r in access]
+    assert "order-66" in names and len(set(names)) == len(names) >= 3
+    assert all(re.fullmatch(r"order-66|[0-9a-f]{32}", name) for name in names)
+
+
+@pytest.mark.vllm
+def test_a_request_is_part_of_the_clients_trace(
+    url: tuple[str, Path], traces: tuple[str, list[bytes]]
+) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {
+        "Authorization": f"Bearer {KEY}",
+        "traceparent": f"00-{trace}-b7ad6b7169203331-01",
+        "X-Request-Id": "traced-1",
+    }
+    ask = {"model": "m", "prompt": "One", "max_tokens": 1}
+    answer = httpx.post(f"{url[0]}/v1/completions", json=ask, headers=headers, timeout=60)
+    assert answer.status_code == 200
+    deadline = time.monotonic() + 30
+    while not (found := [body for body in traces[1] if bytes.fromhex(trace) in body]):
+        assert time.monotonic() < deadline, len(traces[1])
+        time.sleep(0.2)
+    assert b"traced-1" in found[0]
 
 
 @pytest.mark.vllm
