@@ -118,10 +118,11 @@ async def create_app(client: Any, args: Namespace) -> FastAPI:
     queue = middleware.guard_engine(client, args)
     await engine.vllm_server("init_app_state")(client, app.state, args, tasks)
     attention = await engine.attention_report(client, args)
-    routes.init_state(app.state, attention)
-    figures = EngineFigures(client, plans="unknown" not in attention)
-    await figures.ask()
-    Figures(attention, tally, queue, figures).register()
+    said = EngineFigures(client, plans="unknown" not in attention)
+    await said.ask()
+    figures = Figures(attention, tally, queue, said)
+    figures.register()
+    routes.init_state(app.state, figures, client.vllm_config.parallel_config)
     return app
 
 

@@ -5,9 +5,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from magi_serve.server.middleware.errors import error_response
 from magi_serve.server.middleware.keys import Key, KeyRing
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/startup", "/health"})
-"""Probes, which say nothing of models, prompts or clients. Answered to GET and HEAD without a key,
-when the path is spelled exactly so."""
+OPEN_PATHS = frozenset({"/live", "/ready", "/startup", "/health", "/"})
+"""Probes, and a page that asks for a key itself: they say nothing of models, prompts or clients.
+Answered to GET and HEAD without a key, when the path is spelled exactly so."""
 
 SCOPE_KEY = "magi_serve.key"
 """Where the scope of a request has its `Key`."""

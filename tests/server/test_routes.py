@@ -1,6 +1,7 @@
 """Our routes over a fake engine: what they answer while starting, serving, stopping and broken."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from fastapi import FastAPI
 
 from magi_serve import __version__
 from magi_serve.server import routes
+from magi_serve.server.metrics import Figures
+from magi_serve.server.middleware.admission import Tally
+from magi_serve.server.middleware.prefill_queue import PrefillQueue
 
 
 class FakeLifecycle:
@@ -76,9 +80,32 @@ def test_a_service_that_is_not_ready_has_still_started() -> None:
     assert get(app, "/startup").status_code == 200
 
 
+def init(app: FastAPI, attention: dict[str, Any], **parallel: int) -> None:
+    queue = PrefillQueue(long_tokens=100, max_running=1, max_running_tokens=1000, max_waiting=1)
+    figures = Figures(attention, Tally(open=3), queue)
+    routes.init_state(app.state, figures, SimpleNamespace(**parallel))
+
+
+def test_topology_says_what_runs_and_how_full_it_is() -> None:
+    app = app_of()
+    attention = {"device": "some GPU", "groups": [{"kernel": "hopper"}], "workers": 2}
+    init(app, attention, tensor_parallel_size=2)
+    said = get(app, "/magi/v1/topology").json()
+    assert said["parallel"]["tensor"] == 2 and said["parallel"]["decode_context"] == 1
+    assert said["groups"] == [{"kernel": "hopper"}] and said["workers"] == 2
+    assert said["requests"]["open"] == 3 and said["kv"] is None
+    assert said["long_prompts"] == {"reading": 0, "waiting": 0}
+
+
+def test_the_playground_is_a_page_that_may_load_nothing() -> None:
+    answer = get(app_of(), "/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
 def test_our_version_wins_and_other_routes_stay() -> None:
     app = app_of()
-    routes.init_state(app.state, {"device": "some GPU", "groups": [], "workers": 1})
+    init(app, {"device": "some GPU", "groups": [], "workers": 1})
     said = get(app, "/version").json()
     assert said["magi_serve"] == __version__
     assert said["version"] == said["vllm"]
@@ -89,6 +116,6 @@ def test_our_version_wins_and_other_routes_stay() -> None:
 
 def test_version_says_why_the_attention_is_unknown() -> None:
     app = app_of()
-    routes.init_state(app.state, {"unknown": "because"})
+    init(app, {"unknown": "because"})
     said = get(app, "/version").json()
     assert said["attention"] == {"unknown": "because"} and said["device"] is None
