@@ -89,8 +89,9 @@ class Chromium:
         return str(self.evaluate("document.body.innerText"))
 
     def open(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
-        self.wait_for("document.readyState === 'complete'")
+        failed = self.call("Page.navigate", url=url).get("errorText")
+        assert not failed, f"{url}: {failed}"
+        self.wait_for(f"location.href === {url!r} && document.readyState === 'complete'")
 
     def press(self, key: str) -> None:
         code, text = _KEYS[key]

@@ -38,6 +38,11 @@ class Service:
         self.url, self.curl = line.split()[0], after.strip()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end the service which others use come last, whatever their files are called."""
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
 @pytest.fixture(scope="session")
 def command() -> Callable[..., dict[str, Any]]:
     """What to start for ``magi-serve WORDS``, as keywords of `subprocess`."""

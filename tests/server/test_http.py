@@ -285,7 +285,7 @@ def test_what_we_cannot_serve_is_refused_with_the_reason(
     assert "ready" not in done.stdout
 
 
-# The last test: it ends the service of this run.
+@pytest.mark.last
 def test_sigterm_ends_the_process_with_0_after_an_open_stream(
     client: openai.OpenAI, service: Any
 ) -> None:
