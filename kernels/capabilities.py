@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from magi_serve.types import AttentionProblem
+from magi_serve.types import LARGEST, AttentionProblem
 from magi_serve.versions import versions
 
 _SHORT = {
@@ -22,6 +22,9 @@ _SHORT = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "int8",
 }
 
 
@@ -60,7 +63,9 @@ class KernelSpec:
         module: where it lives; loaded when first launched.
         devices: device types it runs on.
         min_arch, max_arch: CUDA compute capabilities, as ``10 * major + minor``; 0 for no bound.
-        dtypes: dtypes of q; k and v must have the same.
+        dtypes: dtypes of q; k and v must have the same, or one of `quantised`.
+        quantised: dtypes of 8-bit k and v, in pages.
+        fp8_min_arch: CUDA compute capability from which 8-bit floats are converted.
         max_head_dim: largest head dim of k and of v.
         head_dim_multiple: head dims must be a multiple of this.
         head_dims: the only head dims taken, the same for k and v; empty for no such bound.
@@ -89,6 +94,8 @@ class KernelSpec:
     needs_triton: bool = False
     interpretable: bool = False
     planned: bool = True
+    quantised: tuple[torch.dtype, ...] = ()
+    fp8_min_arch: int = 0
 
     def why_not(self, problem: AttentionProblem) -> list[str]:
         """The reasons why this kernel cannot do `problem`; empty means that it can."""
@@ -112,11 +119,7 @@ class KernelSpec:
         accepted = ", ".join(_SHORT[d] for d in self.dtypes)
         if problem.q_dtype not in self.dtypes:
             reasons.append(f"q dtype {problem.q_dtype} is not supported (accepts {accepted})")
-        if problem.kv_dtype != problem.q_dtype:
-            reasons.append(
-                f"k and v of {problem.kv_dtype} with q of {problem.q_dtype} is not supported "
-                "(accepts one dtype for all three)"
-            )
+        reasons += self._why_not_kv_dtype(problem)
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(problem, name)
             if not 0 < dim <= self.max_head_dim or dim % self.head_dim_multiple:
@@ -157,12 +160,33 @@ class KernelSpec:
             )
         return reasons
 
+    def _why_not_kv_dtype(self, problem: AttentionProblem) -> list[str]:
+        kv_dtype = problem.kv_dtype
+        if kv_dtype == problem.q_dtype:
+            return []
+        if kv_dtype not in self.quantised:
+            others = "".join(f" or {_SHORT[d]}" for d in self.quantised)
+            return [
+                f"k and v of {kv_dtype} with q of {problem.q_dtype} is not supported (accepts q's "
+                f"dtype{others})"
+            ]
+        if problem.page_size is None:
+            return [f"k and v of {kv_dtype} that are not in pages is not supported"]
+        is_float = kv_dtype.is_floating_point
+        if is_float and problem.arch is not None and problem.arch < self.fp8_min_arch:
+            return [
+                f"k and v of {kv_dtype} is not supported on sm_{problem.arch} (needs "
+                f"sm_{self.fp8_min_arch} or newer)"
+            ]
+        return []
+
     def load(self) -> ModuleType:
         """The implementation's module."""
         return importlib.import_module(self.module)
 
 
 _SERVED = (torch.float16, torch.bfloat16, torch.float32)
+_QUANTISED = tuple(LARGEST)
 
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
@@ -170,6 +194,7 @@ SPECS: tuple[KernelSpec, ...] = (
         module="magi_serve.kernels.ffa.cpu",
         devices=("cpu",),
         dtypes=_SERVED,
+        quantised=_QUANTISED,
         max_head_dim=1024,
         summary="vectorised torch with fp32 arithmetic, for the CPU platform",
     ),
@@ -178,6 +203,7 @@ SPECS: tuple[KernelSpec, ...] = (
         module="magi_serve.kernels.ffa.hopper",
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16),
+        quantised=_QUANTISED,
         max_head_dim=256,
         head_dims=(64, 128, 256),
         min_arch=90,
@@ -193,9 +219,11 @@ SPECS: tuple[KernelSpec, ...] = (
         module="magi_serve.kernels.ffa.triton_attention",
         devices=("cuda",),
         dtypes=_SERVED,
+        quantised=_QUANTISED,
         max_head_dim=256,
         head_dim_multiple=8,
         min_arch=80,
+        fp8_min_arch=89,
         page_multiple=16,
         needs_triton=True,
         interpretable=True,
@@ -206,6 +234,7 @@ SPECS: tuple[KernelSpec, ...] = (
         module="magi_serve.kernels.ffa.reference",
         devices=("cpu", "cuda"),
         dtypes=(*_SERVED, torch.float64),
+        quantised=_QUANTISED,
         max_head_dim=1 << 20,
         planned=False,
         summary="plain torch in q's own dtype: the truth for tests, slow",

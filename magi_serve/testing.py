@@ -20,8 +20,16 @@ from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
 from magi_serve.kernels.ffa.plan import PagedPlan, Window
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.reference import ffa_attention_ref, paged_attention_ref
+from magi_serve.kernels.paged.reference import write_slots
 from magi_serve.masks import AttentionSlices, MaskType
-from magi_serve.types import AttentionOutput, AttentionProblem, PagedKV, SinkSpec
+from magi_serve.types import (
+    LARGEST,
+    AttentionOutput,
+    AttentionProblem,
+    PagedKV,
+    ScaleKind,
+    SinkSpec,
+)
 
 Layout = Literal["nhd", "hnd", "padded", "packed", "vllm", "pair", "layers"]
 LAYOUTS: tuple[Layout, ...] = ("nhd", "hnd", "padded", "packed", "vllm", "pair", "layers")
@@ -75,7 +83,11 @@ def poisoned(
     device: torch.device | str = "cpu",
     value: float = math.nan,
 ) -> Tensor:
-    """A tensor of `shape` that holds nothing but `value`."""
+    """A tensor of `shape` that holds nothing but `value`; in 8 bits, NaN or the largest number."""
+    if dtype in LARGEST:  # which have few operations; 0x7F is NaN as a float, 127 as int8
+        largest = torch.tensor(LARGEST[dtype]).to(dtype).view(torch.int8)
+        stored = 0x7F if math.isnan(value) else int(largest)
+        return torch.full(tuple(shape), stored, dtype=torch.int8, device=device).view(dtype)
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
@@ -154,6 +166,7 @@ class PagedBatch:
             head_dim_v=self.kv.v.shape[-1],
             arch=arch,
             page_size=self.kv.page_size,
+            kv_scales=self.kv.scale_kind,
         )
 
     def planner(self, kernel: str | None, window: Window | None = None) -> PagedPlanner:
@@ -183,8 +196,10 @@ class PagedBatch:
         )
 
     def to(self, dtype: torch.dtype) -> PagedBatch:
-        """The same numbers in another dtype."""
-        kv = replace(self.kv, k=self.kv.k.to(dtype), v=self.kv.v.to(dtype))
+        """The same numbers in another dtype; quantised pages stay as they are."""
+        kv = self.kv
+        if kv.k.dtype not in LARGEST:
+            kv = replace(kv, k=kv.k.to(dtype), v=kv.v.to(dtype))
         return replace(self, q=self.q.to(dtype), kv=kv)
 
     def poisoned_out(self) -> Tensor:
@@ -209,13 +224,16 @@ def make_paged(
     poison: float = math.nan,
     padding_rows: int = 0,
     fused_q: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    kv_scales: ScaleKind = "none",
 ) -> PagedBatch:
     """A random batch whose pages lie anywhere in the pool, with poison wherever nothing belongs.
 
     Unused pages, slots past a sequence's end, and padding rows hold `poison`; table entries past a
     sequence's last page are `NO_PAGE`. With `fused_q`, q is a view into rows that also hold k and
-    v.
+    v. Pages are of `kv_dtype`, or `dtype`; quantised with scales that differ by head or token.
     """
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     random = torch.Generator(device).manual_seed(seed)
     pages_of = [-(-n // page_size) for n in k_lens]
@@ -227,10 +245,11 @@ def make_paged(
         head_dim,
         head_dim_v,
         layout=layout,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
         poison=poison,
     )
+    scales = make_scales(kv_scales, k, random)
     order = torch.randperm(num_pages, generator=random, device=device)
     # An odd number of columns, 3 or more: a stride of one kind, so that Triton specialises once.
     columns = (max(pages_of, default=0) + 2) | 1
@@ -241,11 +260,11 @@ def make_paged(
         first += used
         table[s, :used] = pages
         key = torch.arange(num_keys, device=device)
-        for pool in (k, v):
+        for pool, scale in zip((k, v), scales, strict=True):
             values = torch.randn(
                 num_keys, num_kv_heads, pool.shape[-1], generator=random, device=device
             )
-            pool[pages[key // page_size], key % page_size] = values.to(dtype)
+            write_slots(pool, scale, values, (pages[key // page_size], key % page_size))
     num_rows = sum(q_lens)
     heads = num_q_heads + 2 * num_kv_heads if fused_q else num_q_heads
     rows = poisoned((num_rows + padding_rows, heads, head_dim), dtype, device, poison)
@@ -255,7 +274,26 @@ def make_paged(
     lengths = torch.tensor(list(k_lens), dtype=torch.int32, device=device)
     starts = [0, *itertools.accumulate(q_lens)]
     cu_seqlens_q = torch.tensor(starts, dtype=torch.int32, device=device)
-    return PagedBatch(q, PagedKV(k, v, table, lengths), cu_seqlens_q, tuple(q_lens), tuple(k_lens))
+    kv = PagedKV(k, v, table, lengths, *scales)
+    return PagedBatch(q, kv, cu_seqlens_q, tuple(q_lens), tuple(k_lens))
+
+
+def make_scales(
+    kind: ScaleKind, pool: Tensor, random: torch.Generator
+) -> tuple[Tensor | None, Tensor | None]:
+    """Scales for keys and for values of `pool`; those of tokens are NaN until they are written."""
+    if kind == "none":
+        return None, None
+    if kind == "token":
+        # Beside the numbers of every slot, as a served cache keeps them: no stride is dense.
+        beside = poisoned((*pool.shape[:3], 3), torch.float32, pool.device)
+        return beside[..., 0], beside[..., 1]
+
+    def around(largest: float) -> Tensor:
+        factor = 1 + torch.rand(pool.shape[2], generator=random, device=pool.device)
+        return factor * 5 / largest
+
+    return around(LARGEST[pool.dtype]), around(min(LARGEST[pool.dtype], 448))
 
 
 def make_dense(
@@ -477,7 +515,8 @@ def fix_interpreter() -> None:
 
     It keeps bf16 as the raw 16 bits in uint16 and hands those to numpy's matmul as if they were
     integers: here they become fp32 first, which holds them exactly. And it converts fp32 to bf16 by
-    cutting bits off: here it rounds to the nearest. Compiled kernels are as before.
+    cutting bits off, and to 8-bit floats without their smallest numbers: here it rounds to the
+    nearest. Compiled kernels are as before.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -485,7 +524,7 @@ def fix_interpreter() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "widens_bf16", False):
         return
-    create_dot = builder.create_dot
+    create_dot, create_fp_to_fp = builder.create_dot, builder.create_fp_to_fp
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -504,6 +543,23 @@ def fix_interpreter() -> None:
         values = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16()
         return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
 
+    in_torch = {
+        tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+        tl.float8e5: (torch.float8_e5m2, np.uint8),
+        tl.float16: (torch.float16, np.float16),
+        tl.float32: (torch.float32, np.float32),
+    }
+
+    def convert_in_torch(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if not {src.dtype.scalar, dst_type.scalar} <= in_torch.keys():
+            return create_fp_to_fp(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(src.data))
+        dtype, stored = in_torch[dst_type.scalar]
+        values = values.view(in_torch[src.dtype.scalar][0]).to(dtype)
+        data = values.view(torch.uint8).numpy() if stored == np.uint8 else values.numpy()
+        return interpreter.TensorHandle(data, dst_type.scalar)
+
     create_dot_of_bf16.widens_bf16 = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot_of_bf16
     builder.cast_impl = cast_rounding_to_bf16
+    builder.create_fp_to_fp = convert_in_torch

@@ -7,7 +7,7 @@ without need; validation happens once, when a value is made, and never synchroni
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,9 +99,25 @@ class SinkSpec:
         return torch.logsumexp(logits, dim=-2)
 
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+"""The dtypes of quantised keys and values, and the largest number that each stores."""
+
+ScaleKind = Literal["none", "head", "token"]
+"""What scales of quantised keys and values there are: one per kv head, or per token and head."""
+
+
+def scale_kind(scale: Tensor | None) -> ScaleKind:
+    """What a `PagedKV`'s scale is for."""
+    if scale is None:
+        return "none"
+    return "token" if scale.ndim == 3 else "head"
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class PagedKV:
     """Keys and values in pages, and which pages each sequence owns.
+
+    Pages of 8-bit numbers are quantised: a key is ``k * k_scale``, a value ``v * v_scale``.
 
     Args:
         k: ``[num_pages, page_size, num_kv_heads, head_dim]``, any strides but a unit last one.
@@ -109,20 +125,26 @@ class PagedKV:
         page_table: ``[num_seqs, max_pages]`` int32; entries past a sequence's last page are never
             read.
         seqlens_k: ``[num_seqs]`` int32: keys of each sequence; what lies past them is never used.
+        k_scale: fp32, for k of `LARGEST`'s dtypes only: a scalar or ``[1]`` for all keys,
+            ``[num_kv_heads]``, or ``[num_pages, page_size, num_kv_heads]`` of any strides for one
+            per token and head; None for 1.
+        v_scale: likewise for v, of k_scale's kind.
 
     Raises:
         ShapeError: a tensor has other dimensions than above, k and v disagree in the first three,
-            or seqlens_k and page_table in num_seqs.
-        DTypeError: something is not a tensor, k and v differ in dtype, or page_table or seqlens_k
-            is not int32.
-        DeviceError: k and v are on different devices.
-        ArgumentError: the last stride of k, v or page_table is not 1.
+            or seqlens_k and page_table in num_seqs; k_scale and v_scale are of two kinds.
+        DTypeError: something is not a tensor, k and v differ in dtype, page_table or seqlens_k is
+            not int32, or a scale not fp32; k and v that have scales are not of 8 bits.
+        DeviceError: k, v and their scales are on different devices.
+        ArgumentError: the last stride of k, v or page_table is not 1; there is one scale only.
     """
 
     k: Tensor
     v: Tensor
     page_table: Tensor
     seqlens_k: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_types(
@@ -171,6 +193,50 @@ class PagedKV:
         for name in ("page_table", "seqlens_k"):
             if getattr(self, name).dtype != torch.int32:
                 raise DTypeError(f"{name} is {getattr(self, name).dtype}; expected torch.int32")
+        if self.k_scale is not None or self.v_scale is not None:
+            self._check_scales()
+
+    def _check_scales(self) -> None:
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        for name, scale in scales.items():
+            if scale is None:
+                raise ArgumentError(
+                    f"{name}=None while the other scale is given; expected both: pass "
+                    "torch.ones(1) for the one that is not needed"
+                )
+            check_types(Tensor, **{name: scale})
+            if scale.dtype != torch.float32:
+                raise DTypeError(f"{name} is {scale.dtype}; expected torch.float32")
+            if scale.device != self.k.device:
+                raise DeviceError(
+                    f"{name} is on {scale.device} and k is on {self.k.device}; move one of them"
+                )
+            if self._kind(scale) is None:
+                raise ShapeError(
+                    f"{name} has shape {tuple(scale.shape)}; expected [1], [{self.num_kv_heads}] "
+                    f"(one per kv head) or {list(self.k.shape[:3])} (one per token and head)"
+                )
+        if self.k.dtype not in LARGEST:
+            raise DTypeError(
+                f"k is {self.k.dtype} and has scales; expected 8-bit numbers "
+                f"({', '.join(map(str, LARGEST))}): leave k_scale and v_scale out"
+            )
+        if self._kind(self.k_scale) != self._kind(self.v_scale):
+            raise ShapeError(
+                f"k_scale has shape {tuple(scales['k_scale'].shape)} and v_scale "  # type: ignore[union-attr]
+                f"{tuple(scales['v_scale'].shape)}; expected both per head, or both per token "  # type: ignore[union-attr]
+                "and head"
+            )
+
+    def _kind(self, scale: Tensor | None) -> ScaleKind | None:
+        """What `scale` is for; None if for nothing that we know."""
+        known = (), (1,), (self.num_kv_heads,), tuple(self.k.shape[:3])
+        return scale_kind(scale) if scale is None or tuple(scale.shape) in known else None
+
+    @property
+    def scale_kind(self) -> ScaleKind:
+        """What scales there are."""
+        return scale_kind(self.k_scale)
 
     @property
     def page_size(self) -> int:
@@ -213,6 +279,7 @@ class AttentionProblem:
     arch: int | None = None
     page_size: int | None = None
     """Keys per page; None for contiguous keys."""
+    kv_scales: ScaleKind = "none"
     sinks: int = 0
     sink_per_token: bool = False
     softcap: bool = False
@@ -229,6 +296,7 @@ class AttentionProblem:
             f"{self.device}{arch}, {self.q_dtype} q, {self.kv_dtype} {kv}, "
             f"{self.num_q_heads}/{self.num_kv_heads} heads, head_dim {self.head_dim}"
             + (f", head_dim_v {self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+            + ("" if self.kv_scales == "none" else f", scales per {self.kv_scales}")
             + (f", {self.sinks} sink(s)" if self.sinks else "")
             + (" per token" if self.sink_per_token else "")
             + (", softcap" if self.softcap else "")

@@ -348,17 +348,83 @@ def test_pages_that_disagree_are_refused(changes: Any, error: type[Exception], m
         pages(**changes)
 
 
+QUANTISED = {
+    "k": torch.zeros(5, 16, 2, 64, dtype=torch.int8),
+    "v": torch.zeros(5, 16, 2, 32, dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((), "head"), ((1,), "head"), ((2,), "head"), ((5, 16, 2), "token")]
+)
+def test_scales_are_per_head_or_per_token(shape: tuple[int, ...], kind: str) -> None:
+    made = pages(**QUANTISED, k_scale=torch.ones(shape), v_scale=torch.ones(shape))
+    assert made.scale_kind == kind
+    assert pages(**QUANTISED).scale_kind == "none"
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"k_scale": ONE, "v_scale": ONE}, DTypeError, "k is torch.float32 and has scales"),
+        ({**QUANTISED, "k_scale": ONE}, ArgumentError, "v_scale=None while the other scale is"),
+        ({**QUANTISED, "k_scale": 0.5, "v_scale": ONE}, DTypeError, "k_scale=0.5 is not accepted"),
+        (
+            {**QUANTISED, "k_scale": ONE.half(), "v_scale": ONE},
+            DTypeError,
+            "k_scale is torch.float16; expected torch.float32",
+        ),
+        (
+            {**QUANTISED, "k_scale": ONE, "v_scale": torch.ones(1, device="meta")},
+            DeviceError,
+            "v_scale is on meta and k is on cpu",
+        ),
+        (
+            {**QUANTISED, "k_scale": ONE, "v_scale": torch.ones(3)},
+            ShapeError,
+            r"v_scale has shape \(3,\); expected \[1\], \[2\] \(one per kv head\) or \[5, 16, 2\]",
+        ),
+        (
+            {**QUANTISED, "k_scale": torch.ones(5, 16, 2), "v_scale": ONE},
+            ShapeError,
+            r"k_scale has shape \(5, 16, 2\) and v_scale \(1,\); expected both per head, or both",
+        ),
+    ],
+)
+def test_scales_that_fit_no_pages_are_refused(
+    changes: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        pages(**changes)
+
+
 # Problems
 
 
 def test_a_problem_is_a_key_and_reads_like_one() -> None:
     problem = AttentionProblem(
-        "cuda", torch.bfloat16, torch.bfloat16, 64, 8, 64, 32, 90, 16, 1, softcap=True, window=True
+        "cuda",
+        torch.bfloat16,
+        torch.int8,
+        num_q_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        head_dim_v=32,
+        arch=90,
+        page_size=16,
+        kv_scales="token",
+        sinks=1,
+        softcap=True,
+        window=True,
     )
     assert len({problem, dataclasses.replace(problem)}) == 1
     for part in (
         "cuda sm_90",
-        "page 16",
+        "torch.int8 page 16",
+        "scales per token",
         "64/8 heads",
         "head_dim_v 32",
         "1 sink",

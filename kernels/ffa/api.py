@@ -19,9 +19,11 @@ from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.merge import check_sink
 from magi_serve.masks import AttentionSlices
 from magi_serve.types import (
+    LARGEST,
     AttentionOutput,
     AttentionProblem,
     PagedKV,
+    ScaleKind,
     SinkSpec,
     check_types,
     given,
@@ -116,7 +118,7 @@ def paged_attention(
 
     Args:
         q: ``[num_tokens, num_q_heads, head_dim]``, fp16, bf16 or fp32, last stride 1.
-        kv: pages, page table and lengths; pages in q's dtype.
+        kv: pages, page table and lengths; pages in q's dtype, or quantised ones (`PagedKV`).
         cu_seqlens_q: ``[num_seqs + 1]`` int32, non-decreasing from 0: rows of sequence ``s`` are
             ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])``. Rows from ``cu_seqlens_q[-1]`` on are
             padding and come out as zeros.
@@ -181,6 +183,7 @@ def paged_attention(
         kv.k,
         kv.v,
         page_size=kv.page_size,
+        kv_scales=kv.scale_kind,
         sink=sink,
         softcap=softcap,
         window=window is not None and window[0] is not None,
@@ -209,7 +212,7 @@ def paged_attention(
         q,
         kv.k,
         kv.v,
-        kv.page_table,
+        kv,
         plan.parts,
         scale,
         softcap,
@@ -258,7 +261,7 @@ def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    page_table: Tensor | None,
+    kv: PagedKV | None,
     parts: tuple[Plan, ...],
     softmax_scale: float,
     softcap: float,
@@ -274,12 +277,11 @@ def _launch(
         maxima = torch.full(q.shape[1:2], float("-inf"), dtype=torch.float32, device=q.device)
     if q.shape[0]:
         sink_logits = None if sink is None else sink.combined().to(q.device).contiguous()
-        table = None if page_table is None else _addressable(page_table)
         call = AttentionCall(
             q,
             _addressable(k),
             _addressable(v),
-            table,
+            None if kv is None else _addressable(kv.page_table),
             parts,
             softmax_scale,
             softcap,
@@ -287,6 +289,8 @@ def _launch(
             out,
             lse,
             maxima,
+            None if kv is None else kv.k_scale,
+            None if kv is None else kv.v_scale,
         )
         with torch.cuda.device_of(q):  # kernels launch on the current device
             spec.load().run(call)
@@ -315,6 +319,7 @@ def _problem(
     v: Tensor,
     *,
     page_size: int | None = None,
+    kv_scales: ScaleKind = "none",
     sink: SinkSpec | None = None,
     softcap: float = 0.0,
     window: bool = False,
@@ -334,6 +339,7 @@ def _problem(
         head_dim=q.shape[2],
         head_dim_v=v.shape[-1],
         page_size=page_size,
+        kv_scales=kv_scales,
         sinks=0 if sink is None else sink.num_sinks,
         sink_per_token=sink is not None and sink.per_token,
         softcap=softcap > 0,
@@ -350,8 +356,8 @@ def _even_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if not q.numel():
         return True  # nothing will be launched
-    unit = 16 // q.element_size()
     for x in (q, k, v):
+        unit = 16 // x.element_size()
         if x.numel() and (x.data_ptr() % 16 or any(s % unit for s in x.stride()[:-1])):
             return False
     if not (k.numel() and v.numel()):
@@ -375,9 +381,11 @@ def _check_heads(
     for name, x in zip(names[1:], (k, v), strict=True):
         if x.ndim != kv_ndim:
             raise ShapeError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
-        if x.dtype != q.dtype:
+        if x.dtype != q.dtype and not (kv_ndim == 4 and x.dtype in LARGEST):
+            pages = f", or {', '.join(map(str, LARGEST))}" if kv_ndim == 4 else ""
             raise DTypeError(
-                f"{name} is {x.dtype} and q is {q.dtype}; expected one dtype: convert one of them"
+                f"{name} is {x.dtype} and q is {q.dtype}; expected q's dtype{pages}: convert one "
+                "of them"
             )
         _check_device(name, x, q)
     for name, x in zip(names, (q, k, v), strict=True):

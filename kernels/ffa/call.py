@@ -22,6 +22,7 @@ class AttentionCall:
         sink: one combined logit per head ``[num_q_heads]``, or per token and head, fp32; or None.
         out, lse, max_logits: where results go (`AttentionOutput`); `max_logits` holds -inf, or is
             None.
+        k_scale, v_scale: of paged keys and values, as in `PagedKV`; None for 1.
     """
 
     q: Tensor
@@ -35,6 +36,8 @@ class AttentionCall:
     out: Tensor
     lse: Tensor
     max_logits: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def logit_scale(self) -> float:
@@ -42,3 +45,12 @@ class AttentionCall:
         if self.softcap > 0:
             return self.softmax_scale / self.softcap
         return self.softmax_scale * math.log2(math.e)
+
+    @property
+    def stride_sink_t(self) -> int:
+        """From one token's sinks to the next's; 0 where all have the same, or none."""
+        return self.sink.stride(0) if self.sink is not None and self.sink.ndim == 2 else 0
+
+    def pointer(self, x: Tensor | None) -> Tensor:
+        """`x` for a launch; what a kernel will not touch where there is none."""
+        return self.lse if x is None else x

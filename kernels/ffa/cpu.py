@@ -9,6 +9,7 @@ from torch import Tensor
 
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import Plan, Regime, TileConfig
+from magi_serve.kernels.paged.reference import read_slots
 from magi_serve.types import AttentionProblem
 
 _KEYS_PER_STEP = 2048
@@ -113,10 +114,12 @@ def _gather_keys(
     """k and v ``[items, keys, num_kv_heads, head_dim]`` in fp32; zero where no row sees the key."""
     at = torch.where(seen, key, 0)
     if call.page_table is None:
-        found = [x[at.clamp(max=max(len(x) - 1, 0))] for x in (call.k, call.v)]
+        found = [x[at.clamp(max=max(len(x) - 1, 0))].float() for x in (call.k, call.v)]
     else:
         page_size = call.k.shape[1]
         page = torch.where(seen, call.page_table[seq[:, None], at // page_size].long(), 0)
-        found = [x[page, at % page_size] for x in (call.k, call.v)]
-    k, v = (torch.where(seen[..., None, None], x, 0).float() for x in found)
+        slots = page, at % page_size
+        pools = (call.k, call.k_scale), (call.v, call.v_scale)
+        found = [read_slots(pool, scale, slots, torch.float32) for pool, scale in pools]
+    k, v = (torch.where(seen[..., None, None], x, 0) for x in found)
     return k, v

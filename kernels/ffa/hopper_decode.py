@@ -8,6 +8,7 @@ does not depend on which was last. It also sets the counter back to zero, for th
 """
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -33,9 +34,12 @@ from magi_serve.kernels.ffa.plan import ROW, Plan, head_blocks
 PARTS = 16
 """Shares whose states are read at once."""
 
+LAUNCH_REGISTERS = {1: 168, 2: 128, 3: 80, 4: 64}
+"""Per thread at launch, by programs per multiprocessor; consumers get what the producer leaves."""
+
 
 @gluon.jit
-def _producer(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr,
+def fetch(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr,
               bands_ptr, page_table_ptr, stride_pages, page_rows, head_rows, head_columns,
               BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
               GROUP_CHUNKS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
@@ -53,7 +57,7 @@ def _producer(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, 
 
 
 @gluon.jit
-def _matrix_rows(matrix_row, q_begin, q_len, head_block, GROUPS: gl.constexpr,
+def matrix_rows(matrix_row, q_begin, q_len, head_block, GROUPS: gl.constexpr,
                  GROUP_ROWS: gl.constexpr, GROUP_CHUNKS: gl.constexpr):  # fmt: skip
     """Token and query head of matrix rows, and which there are."""
     in_group = head_block % GROUP_CHUNKS * GROUP_ROWS + matrix_row % GROUP_ROWS
@@ -64,12 +68,12 @@ def _matrix_rows(matrix_row, q_begin, q_len, head_block, GROUPS: gl.constexpr,
 
 
 @gluon.jit
-def _reduce(
+def reduce_tile(
     out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_ml_ptr, q_begin, q_len, first_item, num_items,
     head_block, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t,
-    D: gl.constexpr, HAS_SINK: gl.constexpr, GROUPS: gl.constexpr, GROUP_ROWS: gl.constexpr,
-    GROUP_CHUNKS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
-    dtype: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, HAS_SINK: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP_ROWS: gl.constexpr, GROUP_CHUNKS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Put the states of a split tile together, a few matrix rows and PARTS shares at a time."""
     ROWS: gl.constexpr = 8 if D == 64 else 4
@@ -85,7 +89,7 @@ def _reduce(
     column = gl.arange(0, D, layout=gl.SliceLayout(0, SUM))
     for first_row in range(0, q_len * GROUP_ROWS, ROWS):
         matrix_row = first_row + gl.arange(0, ROWS, layout=ROW)
-        token, head, valid = _matrix_rows(
+        token, head, valid = matrix_rows(
             matrix_row, q_begin, q_len, head_block, GROUPS, GROUP_ROWS, GROUP_CHUNKS)  # fmt: skip
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
@@ -93,7 +97,7 @@ def _reduce(
         for i in range(0, num_items, AT_ONCE):
             part = (first_item + i + share).to(gl.int64) * HEAD_BLOCKS + head_block
             there = gl.expand_dims(i + share < num_items, 1) & gl.expand_dims(valid, 0)
-            at = gl.expand_dims(part * 64, 1) + gl.expand_dims(matrix_row, 0)
+            at = gl.expand_dims(part * BLOCK_M, 1) + gl.expand_dims(matrix_row, 0)
             ml_ptr = part_ml_ptr + at * 2
             part_m = gl.load(ml_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
             part_total = gl.load(ml_ptr + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -151,7 +155,7 @@ def _consumer(q_smem, item_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empt
         write_item(
             item_smem, 0, head_block, q_begin, q_len, band_begin, band_end, item_k_begin,
             item_k_end, k_begin, k_end, lo, hi, 4)  # fmt: skip
-        token, head, valid = _matrix_rows(
+        token, head, valid = matrix_rows(
             gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD)), q_begin, q_len, head_block, GROUPS,
             GROUP_ROWS, GROUP_CHUNKS)  # fmt: skip
         q_at = q_ptr + token * stride_q_t + head * stride_q_h
@@ -176,10 +180,10 @@ def _consumer(q_smem, item_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empt
         split_tile = gl.load(item_ptr + 6)
         total_row = gl.convert_layout(gl.sum(total, axis=1), ROWS)
         matrix_row = gl.arange(0, 64, layout=ROWS)
-        token, head, valid = _matrix_rows(
+        token, head, valid = matrix_rows(
             matrix_row, q_begin, q_len, head_block, GROUPS, GROUP_ROWS, GROUP_CHUNKS)  # fmt: skip
         out_row = gl.arange(0, 64, layout=OUT_ROWS)
-        out_token, out_head, out_valid = _matrix_rows(
+        out_token, out_head, out_valid = matrix_rows(
             out_row, q_begin, q_len, head_block, GROUPS, GROUP_ROWS, GROUP_CHUNKS)  # fmt: skip
         out_column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, ACC)), 0)
         if MAX_LOGITS:
@@ -202,11 +206,11 @@ def _consumer(q_smem, item_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empt
                 earlier = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
                 for _last in range((earlier == num_items - 1).to(gl.int32)):
                     gl.store(counter_ptr, 0)
-                    _reduce(
+                    reduce_tile(
                         out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_ml_ptr, q_begin, q_len,
                         first_item, num_items, head_block, stride_o_t, stride_o_h, stride_lse_t,
-                        stride_sink_t, D, HAS_SINK, GROUPS, GROUP_ROWS, GROUP_CHUNKS, HEAD_BLOCKS,
-                        PARTS, dtype)  # fmt: skip
+                        stride_sink_t, D, 64, HAS_SINK, GROUPS, GROUP_ROWS, GROUP_CHUNKS,
+                        HEAD_BLOCKS, PARTS, dtype)  # fmt: skip
             valid = valid & (split_tile == 0)
             out_valid = out_valid & (split_tile == 0)
         sink = 0.0
@@ -264,11 +268,25 @@ def _hopper_decode_kernel(
             logit_scale, softcap,
             D, BLOCK_N, STAGES, PAGE, GROUPS, GROUP_ROWS, GROUP_CHUNKS, HEAD_BLOCKS, BELOW,
             HAS_SINK, SOFTCAP, MAX_LOGITS, SPLIT, LAZY, PARTS, COLUMNS)),
-        (_producer, (
+        (fetch, (
             k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr,
             bands_ptr, page_table_ptr, stride_pages, page_rows, head_rows, head_columns,
             BLOCK_N, STAGES, PAGE, GROUP_CHUNKS, HEAD_BLOCKS, COLUMNS)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+
+
+def workspace(call: AttentionCall, plan: Plan, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where programs of a split part leave accumulators, maxima and sums, and count themselves."""
+    if plan.reductions is None:
+        return call.lse, call.lse, plan.items
+    device = call.q.device
+    rows = plan.items.shape[0] * heads * plan.config.block_m
+    part_acc = torch.empty(rows * call.v.shape[-1], dtype=torch.float32, device=device)
+    part_ml = torch.empty(rows * 2, dtype=torch.float32, device=device)
+    arrived = plan.counters
+    if arrived is None:
+        arrived = torch.zeros(plan.reductions.shape[0] * heads, dtype=torch.int32, device=device)
+    return part_acc, part_ml, arrived
 
 
 def run_part(call: AttentionCall, plan: Plan) -> None:
@@ -281,31 +299,20 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     group_rows = config.group_rows(groups)
     heads = head_blocks(num_q_heads, num_kv_heads, config)
     kv = kv_operands(call, config.block_n)
-    num_items = plan.items.shape[0]
-    sink = call.sink
-    part_acc = part_ml = call.lse
-    arrived = plan.counters
-    reductions = plan.items
-    if plan.reductions is not None:
-        reductions = plan.reductions
-        part_rows = num_items * heads * config.block_m
-        part_acc = torch.empty(part_rows * head_dim, dtype=torch.float32, device=q.device)
-        part_ml = torch.empty(part_rows * 2, dtype=torch.float32, device=q.device)
-        if arrived is None:
-            arrived = torch.zeros(reductions.shape[0] * heads, dtype=torch.int32, device=q.device)
-    _hopper_decode_kernel[(num_items * heads,)](
+    part_acc, part_ml, arrived = workspace(call, plan, heads)
+    _hopper_decode_kernel[(plan.items.shape[0] * heads,)](
         kv.k,
         kv.v,
         q,
         call.out,
         call.lse,
-        call.lse if call.max_logits is None else call.max_logits,
-        call.lse if sink is None else sink,
+        call.pointer(call.max_logits),
+        call.pointer(call.sink),
         part_acc,
         part_ml,
-        plan.items if arrived is None else arrived,
+        arrived,
         plan.items,
-        reductions,
+        plan.items if plan.reductions is None else plan.reductions,
         plan.bands,
         plan.items if call.page_table is None else call.page_table,
         0 if call.page_table is None else call.page_table.stride(0),
@@ -315,7 +322,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         *q.stride()[:2],
         *call.out.stride()[:2],
         call.lse.stride(0),
-        sink.stride(0) if sink is not None and sink.ndim == 2 else 0,
+        call.stride_sink_t,
         call.logit_scale,
         call.softcap,
         D=head_dim,
@@ -327,7 +334,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         GROUP_CHUNKS=heads // num_kv_heads,
         HEAD_BLOCKS=heads,
         BELOW=plan.bounded_below,
-        HAS_SINK=sink is not None,
+        HAS_SINK=call.sink is not None,
         SOFTCAP=call.softcap > 0,
         MAX_LOGITS=call.max_logits is not None,
         SPLIT=plan.reductions is not None,
@@ -336,5 +343,5 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         COLUMNS=ROW,
         PRODUCER_REGISTERS=40 if kv.boxes > 2 else 24,
         num_warps=4,
-        maxnreg=128 if config.programs_per_sm > 1 else 168,
+        maxnreg=LAUNCH_REGISTERS[config.programs_per_sm],
     )

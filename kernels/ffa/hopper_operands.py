@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -37,7 +38,11 @@ def descriptor(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) 
     """A TMA descriptor of ``[rows, columns]`` elements whose rows are `stride` apart."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    bits = 8 * x.element_size()
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, box[1] * bits // 8), element_bitwidth=bits, rank=2
+    )
+    x = x.view(torch.uint8) if bits == 8 else x
     return TensorDescriptor(x, [rows, columns], [stride, 1], box, layout)
 
 

@@ -28,18 +28,20 @@ from magi_serve.kernels.ffa.hopper_blocks import (
     load_item,
     normalise,
     read_number,
+    thread_barrier,
     tma_load,
     turn,
     work_unit,
     write_item,
     write_number,
 )
+from magi_serve.kernels.ffa.hopper_convert import q_as_fp16
 from magi_serve.kernels.ffa.hopper_operands import LAZY_GROWTH, descriptor, kv_operands
 from magi_serve.kernels.ffa.plan import ROW, Plan
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
+def produce(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
     k_empty, v_full, v_empty,
               queue_ptr, items_ptr, bands_ptr, page_table_ptr, num_items, num_q_heads,
               stride_pages, page_rows, head_rows,
@@ -89,10 +91,12 @@ def _producer(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full,
 
 
 @gluon.jit
-def _consumer(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-              out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-              num_q_heads,
-              stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale, softcap,
+def consume(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+              out_ptr, lse_ptr, max_logits_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, items_ptr,
+              bands_ptr, num_items, num_q_heads,
+              stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, stride_ks_h, stride_vs_h,
+              logit_scale, softcap,
+              QUANTISED: gl.constexpr, SCALED: gl.constexpr, GROUPS: gl.constexpr,
               D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
               BELOW: gl.constexpr, HAS_SINK: gl.constexpr, SOFTCAP: gl.constexpr,
               MAX_LOGITS: gl.constexpr, TURNS: gl.constexpr,
@@ -100,7 +104,7 @@ def _consumer(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empt
               Q_STAGES: gl.constexpr,
               COLUMNS: gl.constexpr, CONSUMERS: gl.constexpr,
               WARP_GROUP: gl.constexpr):  # fmt: skip
-    dtype: gl.constexpr = q_smem.dtype
+    dtype: gl.constexpr = gl.float16 if QUANTISED else q_smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -130,9 +134,20 @@ def _consumer(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empt
             mbarrier.arrive(q_empty.index(slot), count=1)
         else:
             q = q_smem.index(slot * CONSUMERS + WARP_GROUP)
+        item_scale = logit_scale
+        if QUANTISED and q.dtype == gl.bfloat16:
+            q16, unit = q_as_fp16(q.load(STORE))
+            q = q._reinterpret(gl.float16, [64, D], q.layout)
+            q.store(q16)
+            fence_async_shared()
+            thread_barrier()
+            item_scale *= unit
+        if SCALED:
+            kv_head = read_number(item_smem, item_at, 4) // GROUPS
+            item_scale *= gl.load(k_scale_ptr + kv_head * stride_ks_h)
         acc, m, total, taken = attend_item(
             acc, m, total, taken, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, bands_ptr,
-            item_smem, item_at, WARP_GROUP * 64 + lane, column, logit_scale, softcap, PAGE, BELOW,
+            item_smem, item_at, WARP_GROUP * 64 + lane, column, item_scale, softcap, PAGE, BELOW,
             SOFTCAP, STAGES, TURNS, S, ACC, P, dtype, D, BLOCK_N, LAZY, WARP_GROUP, CONSUMERS,
             COLUMNS)  # fmt: skip
         if not Q_IN_REGISTERS:
@@ -155,7 +170,10 @@ def _consumer(q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empt
             sink = gl.load(sink_ptr + token * stride_sink_t + head, mask=valid, other=0.0) * LOG2E
         scale, lse = normalise(m, total_row, sink, HAS_SINK)
         gl.store(lse_ptr + token * stride_lse_t + head, lse, mask=valid)
-        out = (acc * gl.expand_dims(gl.convert_layout(scale, OUT_ROWS), 1)).to(dtype)
+        if SCALED:
+            scale *= gl.load(v_scale_ptr + head // GROUPS * stride_vs_h)
+        out = acc * gl.expand_dims(gl.convert_layout(scale, OUT_ROWS), 1)
+        out = out.to(out_ptr.dtype.element_ty)
         # Through shared memory, so that each thread stores whole 16-byte pieces of a row.
         store_row = WARP_GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
         store_column = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))
@@ -221,16 +239,16 @@ def _hopper_prefill_kernel(
     # Written out: arguments kept in a tuple would no longer be constants.
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
-            (_producer, (
+            (produce, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
@@ -240,25 +258,25 @@ def _hopper_prefill_kernel(
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
-            (_producer, (
+            (produce, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
@@ -268,34 +286,34 @@ def _hopper_prefill_kernel(
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 0)),
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 1)),
-            (_consumer, (
+            (consume, (
                 q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full, k_empty, v_full,
                 v_empty,
-                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, items_ptr, bands_ptr, num_items,
-                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, logit_scale,
-                softcap,
+                out_ptr, lse_ptr, max_logits_ptr, sink_ptr, 0, 0, items_ptr, bands_ptr, num_items,
+                num_q_heads, stride_o_t, stride_o_h, stride_lse_t, stride_sink_t, 0, 0,
+                logit_scale, softcap, False, False, GROUPS,
                 D, BLOCK_N, STAGES, PAGE, BELOW, HAS_SINK, SOFTCAP, MAX_LOGITS, TURNS,
                 Q_IN_REGISTERS, LAZY,
                 head_major, Q_STAGES, COLUMNS, CONSUMERS, 2)),
-            (_producer, (
+            (produce, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, item_smem, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, queue_ptr, items_ptr, bands_ptr, page_table_ptr,
                 num_items,
@@ -334,7 +352,6 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     consumer_registers, producer_registers, launch_registers = _registers(
         consumers, config.programs_per_sm, kv.boxes
     )
-    sink = call.sink
     num_items = plan.items.shape[0]
     assert q.stride(1) == head_dim
     _hopper_prefill_kernel[(min(config.programs, num_items * num_q_heads),)](
@@ -343,8 +360,8 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         kv.v,
         call.out,
         call.lse,
-        call.lse if call.max_logits is None else call.max_logits,
-        call.lse if sink is None else sink,
+        call.pointer(call.max_logits),
+        call.pointer(call.sink),
         counter(q.device),
         plan.items,
         plan.bands,
@@ -356,7 +373,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         kv.head_rows,
         *call.out.stride()[:2],
         call.lse.stride(0),
-        sink.stride(0) if sink is not None and sink.ndim == 2 else 0,
+        call.stride_sink_t,
         call.logit_scale,
         call.softcap,
         D=head_dim,
@@ -367,7 +384,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         GROUPS=num_q_heads // num_kv_heads,
         head_columns=kv.head_columns,
         BELOW=plan.bounded_below,
-        HAS_SINK=sink is not None,
+        HAS_SINK=call.sink is not None,
         SOFTCAP=call.softcap > 0,
         MAX_LOGITS=call.max_logits is not None,
         # Two warp-groups keep out of each other's way by themselves where pages slow the producer.

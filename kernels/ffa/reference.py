@@ -116,7 +116,7 @@ def paged_attention_ref(
     assert max_logits is not None
     for s, num_keys in enumerate(lengths):
         rows = slice(starts[s], starts[s + 1])
-        k, v = gather_pages(kv, s, num_keys)
+        k, v = gather_pages(kv, s, num_keys, q.dtype)
         position = torch.arange(num_keys - (rows.stop - rows.start), num_keys, device=q.device)[
             :, None
         ]

@@ -19,7 +19,8 @@ import triton.language as tl
 from magi_serve.kernels.ffa import tuning
 from magi_serve.kernels.ffa.call import AttentionCall
 from magi_serve.kernels.ffa.plan import ROW, Plan, Regime, TileConfig
-from magi_serve.types import AttentionProblem
+from magi_serve.kernels.paged.triton_store import scale_strides
+from magi_serve.types import AttentionProblem, scale_kind
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -46,19 +47,36 @@ def _load_rows(at, live, offs_d, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED:
 
 
 @triton.jit
+def _as_fp16(q):
+    """bf16 queries as fp16 times a power of two: exact, but for what is 2^-30 of their largest.
+
+    8-bit keys are exact in fp16 too, and become that in one instruction, where bf16 takes three.
+    """
+    q = q.to(tl.float32)
+    size = tl.where(tl.abs(q) < float("inf"), tl.abs(q), 0.0)
+    largest = tl.max(tl.max(size, 1), 0).to(tl.int32, bitcast=True)
+    exponent = tl.maximum(largest >> 23, 16)  # biased by 127
+    shrink = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # largest to 2^14
+    grow = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q * shrink).to(tl.float16), grow
+
+
+@triton.jit
 def _walk_blocks(
-    acc, m, total, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
-    load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+    acc, m, total, v_unit, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
+    load_begin, load_end, k_begin, k_end, logit_scale, softcap, k_scale_ptr, v_scale_ptr,
     stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+    stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SCALES: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``[block_begin, block_end)`` from `base` on, into the softmax state of the rows.
 
     Keys are visible within ``[k_begin, k_end)`` and ``row + lo <= key <= row + hi``; only those in
     ``[load_begin, load_end)`` are read. Without MASKED, every key of these blocks is visible to
-    every row.
+    every row. Quantised numbers are exact in q's dtype. With scales per token, `acc` counts in
+    units of the largest scale of values so far, `v_unit`: so probabilities stay within fp16.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -67,24 +85,29 @@ def _walk_blocks(
         key = base + n * BLOCK_N + offs_n
         live = (key >= load_begin) & (key < load_end)
         if PAGE == 0:
-            k_row = key.to(tl.int64) * stride_k_t
-            v_row = key.to(tl.int64) * stride_v_t
+            page = tl.zeros([], tl.int64)
+            offset = key
         elif PAGE % BLOCK_N == 0:
             first = base + n * BLOCK_N
             page = tl.load(pages_ptr + first // PAGE).to(tl.int64)
-            k_row = page * stride_k_p + (first % PAGE + offs_n).to(tl.int64) * stride_k_t
-            v_row = page * stride_v_p + (first % PAGE + offs_n).to(tl.int64) * stride_v_t
+            offset = first % PAGE + offs_n
         else:
             if MASKED:
                 page = tl.load(pages_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
             else:
                 page = tl.load(pages_ptr + key // PAGE).to(tl.int64)
-            k_row = page * stride_k_p + (key % PAGE).to(tl.int64) * stride_k_t
-            v_row = page * stride_v_p + (key % PAGE).to(tl.int64) * stride_v_t
+            offset = key % PAGE
+        k_row = page * stride_k_p + offset.to(tl.int64) * stride_k_t
+        v_row = page * stride_v_p + offset.to(tl.int64) * stride_v_t
         k_at = k_ptr + k_row[:, None] + offs_d[None, :]
         v_at = v_ptr + v_row[:, None] + offs_dv[None, :]
-        k = _load_rows(k_at, live, offs_d, D, BLOCK_D, MASKED)
+        k = _load_rows(k_at, live, offs_d, D, BLOCK_D, MASKED).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SCALES == "token":
+            k_scale_at = page * stride_ks_p + offset.to(tl.int64) * stride_ks_t
+            v_scale_at = page * stride_vs_p + offset.to(tl.int64) * stride_vs_t
+            s = s * tl.load(k_scale_ptr + k_scale_at, mask=live, other=0.0)[None, :]
+            v_scale = tl.load(v_scale_ptr + v_scale_at, mask=live, other=0.0)
         if SOFTCAP:
             s = _capped(s * logit_scale, softcap)
         if MASKED:
@@ -98,11 +121,16 @@ def _walk_blocks(
         p = tl.exp2((s if SOFTCAP else s * logit_scale) - shift[:, None])
         decay = tl.exp2(m - shift)
         total = total * decay + tl.sum(p, 1)
+        if SCALES == "token":
+            unit = tl.maximum(tl.max(v_scale, 0), tl.maximum(v_unit, 1e-37))
+            p = p * (v_scale / unit)[None, :]
+            decay = decay * (v_unit / unit)
+            v_unit = unit
         acc = acc * decay[:, None]
         m = m_new
-        v = _load_rows(v_at, live, offs_dv, DV, BLOCK_DV, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m, total
+        v = _load_rows(v_at, live, offs_dv, DV, BLOCK_DV, MASKED).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
+    return acc, m, total, v_unit
 
 
 @triton.jit
@@ -139,17 +167,25 @@ def _store_rows(
 
 
 # Counts that vary by batch: a specialisation for 1 or a multiple of 16 would compile while serving.
-@triton.jit(do_not_specialize=["num_items", "stride_sink_t", "stride_pages"])
+@triton.jit(
+    do_not_specialize=[
+        "num_items", "stride_sink_t", "stride_pages", "stride_ks_p", "stride_ks_t", "stride_ks_h",
+        "stride_vs_p", "stride_vs_t", "stride_vs_h",
+    ]
+)  # fmt: skip
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, part_acc_ptr, part_ml_ptr,
-    items_ptr, bands_ptr, page_table_ptr, num_items, logit_scale, softcap,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
+    part_acc_ptr, part_ml_ptr, items_ptr, bands_ptr, page_table_ptr, num_items, logit_scale,
+    softcap,
     stride_q_t, stride_q_h, stride_k_p, stride_k_t, stride_k_h, stride_v_p, stride_v_t, stride_v_h,
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, stride_pages,
+    stride_ks_p, stride_ks_t, stride_ks_h, stride_vs_p, stride_vs_t, stride_vs_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS:
         tl.constexpr,
-    HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, MAX_LOGITS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, MAX_LOGITS: tl.constexpr,
+    SCALES: tl.constexpr, SPLIT: tl.constexpr,
     ALL_MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -180,6 +216,18 @@ def _attention_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (row.to(tl.int64) * stride_q_t + head * stride_q_h)[:, None] + offs_d[None, :]
     q = tl.load(q_at, mask=valid[:, None] & (offs_d < D)[None, :], other=0.0)
+    v_unit = 1.0
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        if q.dtype == tl.bfloat16:
+            q, unit = _as_fp16(q)
+            logit_scale *= unit
+        if SCALES == "head":
+            logit_scale *= tl.load(k_scale_ptr + kv_head * stride_ks_h)
+            v_unit = tl.load(v_scale_ptr + kv_head * stride_vs_h)
+        elif SCALES == "token":
+            k_scale_ptr += kv_head * stride_ks_h
+            v_scale_ptr += kv_head * stride_vs_h
+            v_unit = 0.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -213,26 +261,31 @@ def _attention_kernel(
             full_begin = tl.minimum(tl.maximum(full_begin, block_begin), block_end)
             full_end = tl.maximum(tl.minimum(k_end, q_begin + hi + 1) - base, 0) // BLOCK_N
             full_end = tl.minimum(tl.maximum(full_end, full_begin), block_end)
-        acc, m, total = _walk_blocks(
-            acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin, base, row,
-            lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-            stride_k_p, stride_k_t, stride_v_p, stride_v_t,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
+        acc, m, total, v_unit = _walk_blocks(
+            acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin,
+            base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+            k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+            stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         if not ALL_MASKED:
-            acc, m, total = _walk_blocks(
-                acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end, base,
-                row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-                stride_k_p, stride_k_t, stride_v_p, stride_v_t,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, False, SOFTCAP, PRECISION, STAGES,
+            acc, m, total, v_unit = _walk_blocks(
+                acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end,
+                base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+                k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, False, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
-            acc, m, total = _walk_blocks(
-                acc, m, total, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end, base, row,
-                lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-                stride_k_p, stride_k_t, stride_v_p, stride_v_t,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, True, SOFTCAP, PRECISION, STAGES,
+            acc, m, total, v_unit = _walk_blocks(
+                acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end,
+                base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
+                k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
 
+    if SCALES != "none":
+        acc = acc * v_unit
     if MAX_LOGITS:
         tl.atomic_max(max_logits_ptr + head, m * LN2, mask=valid)
     if SPLIT and split_tile > 0:
@@ -318,7 +371,7 @@ def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> Ti
     rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
     decode_m = min(max(triton.next_power_of_2(rows), 16), 64)
     kinds = tuning.kinds(problem, regime, wide=decode_m > 16)
-    bits = problem.q_dtype.itemsize * 8
+    bits = 8 * (problem.q_dtype if problem.q_dtype == torch.float32 else problem.kv_dtype).itemsize
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v), 64)
     found = tuning.row("triton", problem, kinds, bits=bits, dim=min(dim, 256))
     assert found is not None
@@ -353,14 +406,13 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     page_size = k.shape[1] if paged else 0
     split = plan.reductions is not None
     num_items = plan.items.shape[0]
-    sink = call.sink
     dims = {"DV": head_dim_v, "BLOCK_DV": _padded(head_dim_v)}
     grouping = {
         "GROUPS": groups,
         "GROUP_ROWS": group_rows,
         "GROUP_CHUNKS": group_chunks,
         "HEAD_BLOCKS": heads,
-        "HAS_SINK": sink is not None,
+        "HAS_SINK": call.sink is not None,
         "COLUMNS": ROW,
     }
     if split:
@@ -371,15 +423,16 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         part_ml = torch.empty(part_rows * 2, dtype=torch.float32, device=q.device)
     else:
         part_acc = part_ml = call.lse
-    stride_sink_t = sink.stride(0) if sink is not None and sink.ndim == 2 else 0
     _attention_kernel[(num_items * heads,)](
         q,
         k,
         v,
         call.out,
         call.lse,
-        call.lse if call.max_logits is None else call.max_logits,
-        call.lse if sink is None else sink,
+        call.pointer(call.max_logits),
+        call.pointer(call.sink),
+        call.pointer(call.k_scale),
+        call.pointer(call.v_scale),
         part_acc,
         part_ml,
         plan.items,
@@ -393,8 +446,10 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
         *call.out.stride()[:2],
         *call.lse.stride(),
-        stride_sink_t,
+        call.stride_sink_t,
         0 if call.page_table is None else call.page_table.stride(0),
+        *scale_strides(call.k_scale),
+        *scale_strides(call.v_scale),
         D=head_dim,
         BLOCK_D=_padded(head_dim),
         **dims,
@@ -404,6 +459,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         **grouping,
         SOFTCAP=call.softcap > 0,
         MAX_LOGITS=call.max_logits is not None,
+        SCALES=scale_kind(call.k_scale),
         SPLIT=split,
         ALL_MASKED=config.block_m < 64,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -416,13 +472,13 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
     _reduce_kernel[(plan.reductions.shape[0], heads, config.tile_q(groups) * group_rows)](
         call.out,
         call.lse,
-        call.lse if sink is None else sink,
+        call.pointer(call.sink),
         part_acc,
         part_ml,
         plan.reductions,
         *call.out.stride()[:2],
         *call.lse.stride(),
-        stride_sink_t,
+        call.stride_sink_t,
         **dims,
         BLOCK_M=config.block_m,
         PARTS=16,

@@ -78,9 +78,9 @@ _WARP_GROUPS = {
     "min_tiles_per_sm": Field(low=0, high=1000),
 }
 _PACKED = {
-    "block_n": Field((64, 128)),
+    "block_n": Field((64, 128, 256)),
     "num_stages": _integers(2, 8),
-    "programs_per_sm": Field((1, 2)),
+    "programs_per_sm": Field((1, 2, 3, 4)),
     "waves": _integers(1, 16, required=False),
     "min_share": _integers(1, 64, required=False),
 }
@@ -276,7 +276,7 @@ def _rows(tiles: object, name: str) -> Iterator[tuple[RowName, Row]]:
     assert isinstance(tiles, dict)
     for kernel, tables in tiles.items():
         kinds = FIELDS[kernel]
-        known = {f"{kind}_{bits}bit": (kind, bits) for kind in kinds for bits in (16, 32)}
+        known = {f"{kind}_{bits}bit": (kind, bits) for kind in kinds for bits in (8, 16, 32)}
         _check_object(tables, name, f"tiles.{kernel}", known)
         for table, rows in tables.items():
             where = f"tiles.{kernel}.{table}"

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
+from magi_serve.kernels.paged.reference import write_slots
 from magi_serve.types import PagedKV, check_types
 
 
@@ -11,7 +12,9 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     """Write one key and value per token into the cache.
 
     Token ``t`` goes to slot ``slot_mapping[t] = page * page_size + offset``; a negative slot writes
-    nothing. Rows of k and v past the end of `slot_mapping` are ignored.
+    nothing. Rows of k and v past the end of `slot_mapping` are ignored. Pages of 8-bit numbers get
+    ``k / k_scale``, saturated, where scales are per head; scales per token and head are written
+    too, each so that its head's largest number is the largest of the pages' dtype.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]``, any dtype that converts to the pages', last
@@ -70,5 +73,5 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         slots = slot_mapping.long()
         written = slots >= 0
         pages, offsets = slots[written] // kv.page_size, slots[written] % kv.page_size
-        kv.k[pages, offsets] = k[:num_tokens][written].to(kv.k.dtype)
-        kv.v[pages, offsets] = v[:num_tokens][written].to(kv.v.dtype)
+        write_slots(kv.k, kv.k_scale, k[:num_tokens][written], (pages, offsets))
+        write_slots(kv.v, kv.v_scale, v[:num_tokens][written], (pages, offsets))

@@ -110,13 +110,27 @@ def paged_case(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     max_logits: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    scales: str = "none",
 ) -> None:
     """Compile what one layer of paged attention launches."""
     num_q_heads, num_kv_heads = heads
     num_seqs, q_len, num_keys = (2, 1, 4096) if decode else (1, 4096, 4096)
-    pages = torch.empty(8, num_kv_heads, page_size, 2 * head_dim, dtype=dtype).transpose(1, 2)
+    kv_dtype = kv_dtype or dtype
+    pages = torch.empty(8, num_kv_heads, page_size, 2 * head_dim, dtype=kv_dtype).transpose(1, 2)
+    shape = {"none": None, "head": (num_kv_heads,), "token": (8, page_size, num_kv_heads)}[scales]
+    scale = None if shape is None else torch.ones(shape)
     problem = AttentionProblem(
-        "cuda", dtype, dtype, num_q_heads, num_kv_heads, head_dim, head_dim, arch, page_size
+        "cuda",
+        dtype,
+        kv_dtype,
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim,
+        arch,
+        page_size,
+        scales,  # type: ignore[arg-type]
     )
     planner = PagedPlanner(
         problem,
@@ -149,6 +163,8 @@ def paged_case(
             torch.empty_like(q),
             torch.empty(q.shape[:2]),
             torch.empty(num_q_heads) if max_logits else None,
+            scale,
+            scale,
         )
     )
 
@@ -166,14 +182,23 @@ def slices_case(arch: int, dtype: torch.dtype, heads: tuple[int, int], head_dim:
     triton_attention.run(AttentionCall(q, k, k, None, (plan,), 0.1, 0.0, None, out, lse, None))
 
 
-def write_case(dtype: torch.dtype, heads: int, head_dim: int, page_size: int) -> None:
-    """Compile the cache write."""
-    pages = torch.empty(8, heads, page_size, 2 * head_dim, dtype=dtype).transpose(1, 2)
+def write_case(
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    page_size: int,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """Compile the cache write; with `kv_dtype`, quantised with a scale per head."""
+    pages = torch.empty(8, heads, page_size, 2 * head_dim, dtype=kv_dtype or dtype).transpose(1, 2)
+    scale = torch.ones(heads) if kv_dtype else None
     kv = PagedKV(
         pages[..., :head_dim],
         pages[..., head_dim:],
         torch.zeros(1, 1, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),
+        scale,
+        scale,
     )
     k = torch.empty(4, heads, head_dim, dtype=dtype)
     write_kv_triton(k, k, kv, torch.zeros(4, dtype=torch.int64))
@@ -191,6 +216,7 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
     """The specialisations of the default tiles that served models use; with `everything`, the
     whole grid."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    e4m3, e5m2, i8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
     def paged(name: str, *args: Any, **kwargs: Any) -> tuple[str, Callable[[], None]]:
         return name, lambda: paged_case(arch, *args, **kwargs)
@@ -206,6 +232,21 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             f"{kind} bf16 d256 page 16 softcap", bf16, (8, 4), 256, 16, decode=decode, softcap=50.0
         )
         yield paged(f"{kind} fp32 d64 page 16", fp32, (9, 3), 64, 16, decode=decode)
+        stored = partial(paged, decode=decode)
+        yield stored(
+            f"{kind} bf16 d128 int8 per token", bf16, (32, 8), 128, 16, kv_dtype=torch.int8,
+            scales="token",
+        )  # fmt: skip
+        if arch >= 89:
+            yield stored(
+                f"{kind} bf16 d128 e4m3", bf16, (32, 8), 128, 16, kv_dtype=e4m3, scales="head"
+            )
+        if arch >= 89 and everything:
+            yield stored(
+                f"{kind} bf16 d64 e4m3 sink", bf16, (64, 8), 64, 16, kv_dtype=e4m3, scales="head",
+                sink=True,
+            )  # fmt: skip
+            yield stored(f"{kind} fp16 d256 e5m2", fp16, (8, 4), 256, 16, kv_dtype=e5m2)
         if everything:
             yield paged(f"{kind} fp16 d128 page 128", fp16, (32, 8), 128, 128, decode=decode)
             yield paged(f"{kind} bf16 d128 page 64", bf16, (32, 8), 128, 64, decode=decode)
@@ -227,6 +268,15 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
         yield packed("hopper decode bf16 d128 page 16", bf16, (32, 8), 128, 16)
         yield packed("hopper decode bf16 d64 page 16 sink", bf16, (64, 8), 64, 16, sink=True)
         yield packed("hopper decode bf16 d256 page 16", bf16, (8, 4), 256, 16)
+        eight = partial(packed, kv_dtype=e4m3, scales="head")
+        yield eight("hopper decode bf16 d128 e4m3", bf16, (32, 8), 128, 16)
+        yield eight("hopper decode bf16 d64 e4m3 sink", bf16, (64, 8), 64, 16, sink=True)
+        yield eight("hopper decode bf16 d256 e4m3", bf16, (8, 4), 256, 16)
+        eight = partial(hop, kv_dtype=e4m3, scales="head")
+        yield eight("hopper bf16 d128 e4m3", bf16, (32, 8), 128, 16)
+        yield eight(
+            "hopper bf16 d64 e4m3 sink window", bf16, (64, 8), 64, 16, sink=True, window=(127, 0)
+        )
         yield hop("hopper bf16 d256 page 16", bf16, (8, 4), 256, 16)
         yield hop("hopper bf16 d128 page 16", bf16, (32, 8), 128, 16)
         yield hop("hopper bf16 d64 page 16 sink", bf16, (64, 8), 64, 16, sink=True)
@@ -234,6 +284,19 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             "hopper bf16 d64 page 16 sink window", bf16, (64, 8), 64, 16, sink=True, window=(127, 0)
         )
         if everything:
+            for d in (64, 128, 256):
+                yield packed(
+                    f"hopper decode bf16 d{d} e4m3 mqa", bf16, (64, 1), d, 16, kv_dtype=e4m3
+                )
+                yield packed(f"hopper decode fp16 d{d} int8", fp16, (32, 2), d, 64, kv_dtype=i8)
+            yield packed(
+                "hopper decode bf16 d128 e4m3 softcap max-logits", bf16, (32, 8), 128, 64,
+                softcap=30.0, max_logits=True, kv_dtype=e4m3, scales="head",
+            )  # fmt: skip
+            yield hop(
+                "hopper fp16 d128 int8 softcap max-logits", fp16, (32, 8), 128, 64, kv_dtype=i8,
+                softcap=30.0, max_logits=True,
+            )  # fmt: skip
             yield packed(
                 "hopper decode bf16 d64 window sink",
                 bf16,
@@ -258,6 +321,7 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
     if everything:
         yield "slices bf16 d64", lambda: slices_case(arch, bf16, (64, 8), 64)
     yield "write bf16 d128", lambda: write_case(bf16, 8, 128, 16)
+    yield "write bf16 d128 int8", lambda: write_case(bf16, 8, 128, 16, i8)
     yield "plan", lambda: plan_case(0)
     yield "plan split", lambda: plan_case(40)
 

@@ -72,7 +72,7 @@ BAD_OPERANDS = {
     "k of other dtype": (
         DTypeError,
         {"k": zeros(20, 2, 64, dtype=FP16)},
-        r"k is torch.float16 and q is torch.float32; expected one dtype: convert",
+        r"k is torch.float16 and q is torch.float32; expected q's dtype: convert",
     ),
     "v of other dtype": (DTypeError, {"v": zeros(20, 2, 64, dtype=FP16)}, r"v is torch.float16"),
     "k elsewhere": (
@@ -109,7 +109,7 @@ BAD_CACHES = {
     "pages of other dtype": (
         DTypeError,
         {"kv_k": zeros(9, 16, 2, 64, dtype=FP16), "kv_v": zeros(9, 16, 2, 64, dtype=FP16)},
-        r"kv.k is torch.float16 and q is torch.float32; expected one dtype",
+        r"kv.k is torch.float16 and q is torch.float32; expected q's dtype, or torch.float8_e4m3fn",
     ),
     "pages of other head_dim": (
         ShapeError,
@@ -226,7 +226,7 @@ WRONG_TYPES = {
     "pages in a tuple": (
         paged_call,
         {"kv": (zeros(9, 16, 2, 64), zeros(9, 16, 2, 64))},
-        r"kv of type tuple is not accepted; expected PagedKV\(k, v, page_table, seqlens_k\)",
+        r"kv of type tuple is not accepted; expected PagedKV\(k, v, page_table, seqlens_k, ",
     ),
     "no pages": (paged_call, {"kv": None}, r"kv=None is not accepted; expected PagedKV\("),
     "causal of a word": (

@@ -16,7 +16,7 @@ from magi_serve.kernels.capabilities import KERNEL_NAMES, SPECS, triton_interpre
 from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.types import AttentionProblem
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ON_CPU = AttentionProblem("cpu", BF16, BF16, 32, 8, 128, 128, page_size=16)
 ON_A100 = replace(ON_CPU, device="cuda", arch=80)
 ON_B200 = replace(ON_CPU, device="cuda", arch=100)
@@ -87,7 +87,17 @@ def test_only_the_reference_takes_float64() -> None:
             {"q_dtype": torch.float64},
             "q dtype torch.float64 is not supported (accepts fp16",
         ),
-        ("triton", {"kv_dtype": torch.float16}, "(accepts one dtype for all three)"),
+        ("triton", {"kv_dtype": torch.float16}, "(accepts q's dtype or e4m3 or e5m2 or int8)"),
+        (
+            "triton",
+            {"kv_dtype": E4M3},
+            "torch.float8_e4m3fn is not supported on sm_80 (needs sm_89",
+        ),
+        (
+            "reference",
+            {"kv_dtype": E4M3, "page_size": None},
+            "that are not in pages is not supported",
+        ),
         ("triton", {"num_kv_heads": 5}, "query heads must be a multiple of kv heads"),
         ("cpu", {}, "device cuda is not supported (accepts cpu)"),
         ("reference", {"q_dtype": torch.int8}, "q dtype torch.int8 is not supported"),

@@ -5,6 +5,7 @@ of kernels; lengths and masks are drawn.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from magi_serve import AttentionSlices, MaskType, ffa_attention, paged_attention
 from magi_serve.kernels.capabilities import SPECS
 from magi_serve.kernels.ffa.reference import attend
+from magi_serve.kernels.paged.reference import gather_pages
 from magi_serve.testing import (
     LAYOUTS,
     Layout,
@@ -28,9 +30,10 @@ from magi_serve.testing import (
     make_sink,
     make_slices,
 )
-from magi_serve.types import AttentionOutput, AttentionProblem
+from magi_serve.types import LARGEST, AttentionOutput, AttentionProblem, ScaleKind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, INT8 = LARGEST
 SINKS = ("one", "several", "per token", "strided")
 
 
@@ -48,6 +51,8 @@ class Shape:
     sink: bool = False
     softcap: float = 0.0
     max_logits: bool = False
+    kv_dtype: torch.dtype | None = None
+    kv_scales: ScaleKind = "none"
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")
@@ -55,6 +60,7 @@ class Shape:
             "sink" * self.sink,
             f"cap{self.softcap:g}" * bool(self.softcap),
             "max" * self.max_logits,
+            f"{self.kv_dtype}-{self.kv_scales}".removeprefix("torch.") if self.kv_dtype else "",
         ]
         dtype = str(self.dtype).removeprefix("torch.")
         words = [dtype, f"{self.num_q_heads}x{self.num_kv_heads}", dims, f"p{self.page_size}"]
@@ -79,6 +85,14 @@ SHAPES = [
     Shape(9, 3, 64, 16, "vllm", FP32),
     Shape(8, 2, 128, 32, "nhd", FP32, sink=True, softcap=30.0),
     Shape(4, 1, 256, 48, "hnd", FP32, max_logits=True),
+    Shape(32, 8, 128, 16, "vllm", BF16, kv_dtype=E4M3, kv_scales="head"),
+    Shape(64, 8, 64, 16, "vllm", BF16, sink=True, kv_dtype=E4M3, kv_scales="head"),
+    Shape(8, 2, 256, 64, "nhd", BF16, softcap=30.0, kv_dtype=E5M2, max_logits=True),
+    Shape(16, 2, 128, 64, "vllm", FP16, sink=True, kv_dtype=E5M2, kv_scales="head"),
+    Shape(20, 4, 80, 16, "packed", BF16, sink=True, kv_dtype=E4M3, kv_scales="token"),
+    Shape(32, 8, 128, 16, "vllm", FP16, softcap=20.0, kv_dtype=INT8, kv_scales="token"),
+    Shape(12, 1, 64, 272, "layers", BF16, kv_dtype=INT8, kv_scales="head", max_logits=True),
+    Shape(6, 3, 64, 32, "padded", FP32, sink=True, kv_dtype=E4M3, kv_scales="token"),
 ]
 ALIKE = (SHAPES[4], SHAPES[9], SHAPES[12])
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -89,12 +103,13 @@ def skip_unless_able(place: Place, shape: Shape) -> None:
     problem = AttentionProblem(
         device=place.device,
         q_dtype=shape.dtype,
-        kv_dtype=shape.dtype,
+        kv_dtype=shape.kv_dtype or shape.dtype,
         num_q_heads=shape.num_q_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         head_dim_v=shape.head_dim_v or shape.head_dim,
         page_size=shape.page_size,
+        kv_scales=shape.kv_scales,
     )
     if place.kernel == "triton" and place.device == "cuda" and shape in ALIKE:
         pytest.skip("too like another shape to be worth the time to compile")
@@ -140,6 +155,8 @@ def batches(draw: st.DrawFn, place: Place, shape: Shape) -> tuple[PagedBatch, in
         poison=draw(st.sampled_from([float("nan"), 1e4])),
         padding_rows=draw(st.sampled_from([0, 0, 1, 5])),
         fused_q=draw(st.booleans()),
+        kv_dtype=shape.kv_dtype,
+        kv_scales=shape.kv_scales,
     )
     planned = regime in ("verify", "mixed") or draw(st.booleans())
     return batch, num_decodes if planned else None
@@ -178,6 +195,12 @@ def test_paged_attention_is_as_accurate_as_torch(any_place: Place, shape: Shape)
     run()
 
 
+STORED: list[dict[str, Any]] = [
+    *[{}] * 6,
+    *({"kv_dtype": t, "kv_scales": s} for t in LARGEST for s in ("none", "head", "token")),
+]
+
+
 @st.composite
 def any_shape(draw: st.DrawFn) -> Shape:
     """Shapes that `SHAPES` does not hold; for places where a new one costs nothing."""
@@ -194,6 +217,7 @@ def any_shape(draw: st.DrawFn) -> Shape:
         sink=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 30.0])),
         max_logits=draw(st.booleans()),
+        **draw(st.sampled_from(STORED)),
     )
 
 
@@ -276,7 +300,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("work", FULL)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[11]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 1, 11, 17, 18)], ids=str)
 @pytest.mark.parametrize("window", [None, (127, 0)], ids=["full", "window"])
 def test_full_size_batches_are_as_accurate_as_torch(
     gpu_place: Place, shape: Shape, work: str, window: tuple[int, int] | None
@@ -293,6 +317,8 @@ def test_full_size_batches_are_as_accurate_as_torch(
         dtype=shape.dtype,
         device=gpu_place.device,
         fused_q=True,
+        kv_dtype=shape.kv_dtype,
+        kv_scales=shape.kv_scales,
     )
     sink = make_sink("one", batch.num_tokens, shape.num_q_heads, device=gpu_place.device)
     plan = None
@@ -324,13 +350,12 @@ def assert_sequence_is_accurate(batch, s, result, window, sink) -> None:  # type
     visible = key <= position
     if window is not None:
         visible &= key >= position - window[0]
-    pages = batch.kv.page_table[s, key // batch.kv.page_size].long()
-    k, v = (x[pages, key % batch.kv.page_size] for x in (batch.kv.k, batch.kv.v))
 
     def reference(dtype: torch.dtype) -> AttentionOutput:
         q = batch.q[rows].to(dtype)
+        k, v = gather_pages(batch.kv, s, k_len, dtype)
         scale = q.shape[-1] ** -0.5
-        return attend(q, k.to(dtype), v.to(dtype), visible, softmax_scale=scale, sink=sink)
+        return attend(q, k, v, visible, softmax_scale=scale, sink=sink)
 
     part = AttentionOutput(result.out[rows], result.lse[rows])
     assert_as_accurate_as_torch(part, reference)

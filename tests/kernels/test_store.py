@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,16 @@ from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelEr
 from magi_serve.kernels import capabilities
 from magi_serve.kernels.capabilities import triton_interprets
 from magi_serve.kernels.paged.reference import gather_pages, write_kv_ref
-from magi_serve.testing import LAYOUTS, Layout, Place, examples, make_pool, poisoned
+from magi_serve.testing import (
+    LAYOUTS,
+    Layout,
+    Place,
+    examples,
+    make_pool,
+    make_scales,
+    poisoned,
+)
+from magi_serve.types import LARGEST, ScaleKind
 
 HEADS, DIM, DIM_V = 2, 24, 16
 
@@ -81,6 +91,55 @@ def test_values_are_converted_to_the_dtype_of_the_pages(
     k = torch.randn(9, HEADS, DIM, device=place.device).to(dtype)
     v = torch.randn(9, HEADS, DIM_V, device=place.device).to(dtype)
     assert_writes_like_reference(k, v, make(), torch.arange(9, device=place.device) * 7, make)
+
+
+@pytest.mark.parametrize("kind", ["none", "head", "token"])
+@pytest.mark.parametrize("layout", ["vllm", "layers"])
+@pytest.mark.parametrize("pool_dtype", LARGEST)
+def test_quantised_pages_hold_the_same_bits_whoever_wrote_them(
+    place: Place, pool_dtype: torch.dtype, layout: Layout, kind: ScaleKind
+) -> None:
+    def make() -> PagedKV:
+        kv = pages_on(place.device, dtype=pool_dtype, layout=layout)
+        scales = make_scales(kind, kv.k, torch.Generator(place.device).manual_seed(1))
+        return replace(kv, k_scale=scales[0], v_scale=scales[1])
+
+    # What is larger than the pages can store saturates, and a head of zeros stays one.
+    k = 1e4 * torch.randn(9, HEADS, DIM, device=place.device).bfloat16() ** 5
+    v = torch.randn(9, HEADS, DIM_V, device=place.device)
+    k[3, 1] = 0
+    slots = torch.tensor([5, -1, 63, 0, 17, 16, 40, 2, -7], device=place.device)
+    kv, wanted = make(), make()
+    write_kv(k, v, kv, slots)
+    write_kv_ref(k, v, wanted, slots)
+    for name in ("k", "v"):
+        got, by_reference = (getattr(x, name).view(torch.int8) for x in (kv, wanted))
+        assert torch.equal(got, by_reference)
+        if kind != "none":
+            got, by_reference = (getattr(x, f"{name}_scale") for x in (kv, wanted))
+            assert equal_bits(got, by_reference)
+    written = kv.k.float()[0, 0]
+    assert not bool(written.isnan().any())
+    assert not bool(written[1].any())
+
+
+@pytest.mark.parametrize("pool_dtype", LARGEST)
+def test_scales_of_tokens_follow_the_size_of_what_is_written(
+    place: Place, pool_dtype: torch.dtype
+) -> None:
+    kv = pages_on(place.device, dtype=pool_dtype)
+    scales = make_scales("token", kv.k, torch.Generator(place.device))
+    kv = replace(kv, k_scale=scales[0], v_scale=scales[1])
+    kv = replace(kv, page_table=torch.ones(1, 1, dtype=torch.int32, device=place.device))
+    sizes = torch.logspace(-20, 20, 16, device=place.device)[:, None, None]
+    k = sizes * torch.randn(16, HEADS, DIM, device=place.device)
+    v = torch.randn(16, HEADS, DIM_V, device=place.device) / sizes
+    write_kv(k, v, kv, torch.arange(16, 32, device=place.device))
+    for got, x in zip(gather_pages(kv, 0, 16, torch.float32), (k, v), strict=True):
+        largest = x.abs().amax(-1, keepdim=True)
+        step = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3, torch.int8: 0.51 / 127}
+        assert bool(((got - x).abs() <= step[pool_dtype] * largest).all())
+        torch.testing.assert_close(got.abs().amax(-1, keepdim=True), largest, rtol=1e-5, atol=0)
 
 
 def test_views_into_fused_projections_are_read_in_place(place: Place) -> None:
@@ -211,7 +270,7 @@ def test_what_is_no_tensor_is_not_written(name: str) -> None:
 
 
 def test_pages_of_another_type_are_not_written() -> None:
-    made = r"expected PagedKV\(k, v, page_table, seqlens_k\)"
+    made = r"expected PagedKV\(k, v, page_table, seqlens_k, k_scale, v_scale\)"
     refused(ArgumentError, rf"kv of type tuple is not accepted; {made}", kv=(1, 2))
     refused(ArgumentError, rf"kv=None is not accepted; {made}", kv=None)
 
