@@ -8,6 +8,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from magi_serve.backends.vllm import compat
 from magi_serve.kernels.capabilities import SPECS
+from magi_serve.kernels.paged.layout import slot_size
 from magi_serve.types import AttentionProblem
 
 
@@ -34,10 +35,10 @@ def why_not(**fields: Any) -> list[str]:
 
 
 class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is untyped here
-    """FFA over vLLM's paged cache: causal decoders, with sinks, windows and soft cap.
+    """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches.
 
     What we do not override keeps vLLM's refusing default: MLA, sparse attention, cross and encoder
-    attention, bidirectional image spans, per-head scales, batch invariance, R-SWA, DCP and PCP.
+    attention, bidirectional image spans, batch invariance, R-SWA, DCP and PCP.
     """
 
     forward_includes_kv_cache_update = False
@@ -74,8 +75,25 @@ class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is u
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         # Whether it fits the model's own dtype is for supports_combination, which knows both.
-        dtype = compat.cache_dtype(kv_cache_dtype, torch.bfloat16)
-        return dtype is not None and not why_not(q_dtype=dtype, kv_dtype=dtype)
+        known = compat.stored(kv_cache_dtype, torch.bfloat16)
+        if known is None:
+            return False
+        q_dtype = known.dtype if known.scales == "none" else torch.bfloat16
+        return not why_not(
+            q_dtype=q_dtype, kv_dtype=known.dtype, kv_scales=known.scales, page_size=16
+        )
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        mode = getattr(spec, "kv_quant_mode", None)
+        if not getattr(mode, "is_per_token_head", False) or spec.state_content_bytes is not None:
+            return spec
+        content = slot_size(spec.head_size, spec.head_size_v, "token")
+        return replace(spec, state_content_bytes=content)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -107,15 +125,19 @@ class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is u
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        kv_dtype = compat.cache_dtype(kv_cache_dtype, dtype)
-        if kv_dtype is None:
-            return f"kv_cache_dtype={kv_cache_dtype} is not supported (accepts the model's dtype)"
+        known = compat.stored(kv_cache_dtype, dtype)
+        if known is None:
+            return (
+                f"kv_cache_dtype={kv_cache_dtype} is not supported (accepts auto, the model's "
+                f"dtype, {', '.join(compat.QUANTISED)})"
+            )
         reasons = why_not(
             q_dtype=dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=known.dtype,
+            kv_scales=known.scales,
             head_dim=head_size,
             head_dim_v=head_size,
-            page_size=block_size,
+            page_size=block_size or 16,
             sinks=int(has_sink),
         )
         return "; ".join(reasons) or None
@@ -132,7 +154,9 @@ class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is u
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+        known = compat.QUANTISED.get(cache_dtype_str)
+        content = slot_size(head_size, head_size, "none" if known is None else known.scales)
+        return (num_blocks, num_kv_heads, block_size, content)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from magi_serve.settings import CONFIG_KEY, Settings, load_settings
+from magi_serve.types import ScaleKind
 
 WAY_OUT = "--attention-backend auto leaves the choice to vLLM"
 
@@ -34,12 +35,29 @@ def platform() -> tuple[str, int | None]:
     return current_platform.device_type, None if capability is None else capability.to_int()
 
 
-def cache_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype | None:
-    """The torch dtype of vLLM's kv-cache dtype `name`; None for quantised caches."""
+class Stored(NamedTuple):
+    """How a cache keeps keys and values."""
+
+    dtype: torch.dtype
+    scales: ScaleKind
+
+
+QUANTISED = {
+    "fp8": Stored(torch.float8_e4m3fn, "head"),
+    "fp8_e4m3": Stored(torch.float8_e4m3fn, "head"),
+    "fp8_e5m2": Stored(torch.float8_e5m2, "head"),
+    "fp8_per_token_head": Stored(torch.float8_e4m3fn, "token"),
+    "int8_per_token_head": Stored(torch.int8, "token"),
+}
+"""vLLM's quantised kv-cache dtypes that we compute with. vLLM's tensors hold them as bytes."""
+
+
+def stored(name: str | None, model_dtype: torch.dtype) -> Stored | None:
+    """What vLLM's kv-cache dtype `name` stands for; None for one that we do not know."""
     if name in (None, "auto"):
-        return model_dtype
+        return Stored(model_dtype, "none")
     dtype = getattr(torch, str(name), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return Stored(dtype, "none") if isinstance(dtype, torch.dtype) else QUANTISED.get(str(name))
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:

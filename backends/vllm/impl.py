@@ -1,18 +1,19 @@
 """One attention layer under vLLM: write new keys and values, then one attention call."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from magi_serve.backends.vllm.compat import WAY_OUT
+from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.kv import LayerPages
 from magi_serve.backends.vllm.metadata import MagiMetadata, Variant
 from magi_serve.errors import ArgumentError, ShapeError
 from magi_serve.kernels.ffa.api import paged_attention
 from magi_serve.kernels.paged.store import write_kv
-from magi_serve.types import PagedKV, SinkSpec
+from magi_serve.types import SinkSpec
 
 
 class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped here
@@ -82,8 +83,11 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             )
         self._sink_weights = sinks
         self._sink: SinkSpec | None = None
-        self._pages = LayerPages(head_size)
-        self.variant = Variant(num_heads, sliding_window, int(sinks is not None), self.softcap > 0)
+        quantised = compat.QUANTISED.get(kv_cache_dtype)
+        self._pages = LayerPages(head_size, quantised)
+        self.variant = Variant(
+            num_heads, sliding_window, int(sinks is not None), self.softcap > 0, quantised
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the loaded sinks over in fp32; in place where captured graphs already read them."""
@@ -99,7 +103,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write `key` and `value` ``[rows, num_kv_heads, head_dim]``; slots below 0 get nothing."""
-        write_kv(key, value, self._pages.of(kv_cache), slot_mapping[: key.shape[0]])
+        write_kv(key, value, self._pages.of(kv_cache, layer), slot_mapping[: key.shape[0]])
 
     def forward(
         self,
@@ -127,11 +131,11 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             self.process_weights_after_loading(query.dtype)
         batch = attn_metadata
         rows = batch.num_tokens
-        pages = self._pages.of(kv_cache)
+        pages = self._pages.of(kv_cache, layer)
         plan = batch.plan_for(self.variant)
         paged_attention(
             query[:rows],
-            PagedKV(pages.k, pages.v, batch.page_table, batch.seqlens_k),
+            replace(pages, page_table=batch.page_table, seqlens_k=batch.seqlens_k),
             batch.cu_seqlens_q,
             causal=batch.causal,
             window=plan.window,
@@ -148,5 +152,5 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
 
 def _refusal(what: str, why: str) -> ArgumentError:
     return ArgumentError(
-        f"{what} is not supported by magi-serve (attention backend CUSTOM): {why}; {WAY_OUT}"
+        f"{what} is not supported by magi-serve (attention backend CUSTOM): {why}; {compat.WAY_OUT}"
     )

@@ -34,6 +34,8 @@ class Variant(NamedTuple):
     """vLLM's sliding window: how many keys a causal row sees, its own included."""
     sinks: int
     softcap: bool
+    quantised: compat.Stored | None
+    """How the cache keeps keys and values, where not as its spec says."""
 
     def band(self, causal: bool | Tensor) -> Window | None:
         """The window as our kernels take it; both ways where rows see what follows, as in vLLM."""
@@ -112,11 +114,14 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
     def _problem(self, variant: Variant) -> AttentionProblem:
         device, arch = compat.platform()
         spec = self.kv_cache_spec
+        stored = variant.quantised or compat.Stored(spec.dtype, "none")
+        dense = getattr(spec, "page_size_padded", None) is None and stored.scales != "token"
         return AttentionProblem(
             device=device,
             arch=arch,
             q_dtype=self.vllm_config.model_config.dtype,
-            kv_dtype=spec.dtype,
+            kv_dtype=stored.dtype,
+            kv_scales=stored.scales,
             num_q_heads=variant.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_size,
@@ -125,7 +130,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             sinks=variant.sinks,
             softcap=variant.softcap,
             window=variant.window is not None,
-            even_rows=getattr(spec, "page_size_padded", None) is None,
+            even_rows=dense,
         )
 
     @plan_time

@@ -13,6 +13,7 @@ import torch
 from magi_serve.kernels.ffa.api import paged_attention
 from magi_serve.kernels.ffa.plan import PagedPlan, Regime, TileConfig
 from magi_serve.kernels.ffa.planner import PagedPlanner
+from magi_serve.kernels.paged.layout import slot_size, split_slots
 from magi_serve.kernels.paged.store import write_kv
 from magi_serve.types import PagedKV, SinkSpec
 
@@ -36,14 +37,17 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
         return 0
     start = time.perf_counter()
     heads = (problem.page_size, problem.num_kv_heads)
-    pages = torch.zeros(
+    dims = problem.head_dim, problem.head_dim_v
+    slots = torch.zeros(
         1,
         *heads,
-        problem.head_dim + problem.head_dim_v,
+        slot_size(*dims, problem.kv_scales),
         dtype=problem.kv_dtype,
         device=planner.device,
     )
-    k, v = pages.split([problem.head_dim, problem.head_dim_v], dim=-1)
+    k, v, *scales = split_slots(slots, *dims, problem.kv_dtype, problem.kv_scales)
+    if problem.kv_scales == "head":
+        scales = [torch.ones((), device=planner.device)] * 2
     logits = torch.zeros(problem.sinks, problem.num_q_heads, device=planner.device)
     sink = SinkSpec(logits) if problem.sinks else None
     launched = 0
@@ -58,7 +62,7 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
         )
         columns = -(-plan.num_tokens // problem.page_size)
         table = torch.zeros(plan.num_seqs, columns, dtype=torch.int32, device=planner.device)
-        kv = PagedKV(k, v, table, seqlens_k)
+        kv = PagedKV(k, v, table, seqlens_k, *scales)
         paged_attention(
             q,
             kv,
@@ -68,8 +72,10 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
             sink=sink,
             plan=plan,
         )
-    slots = torch.full((1,), -1, dtype=torch.int64, device=planner.device)
-    write_kv(k[0, :1], v[0, :1], kv, slots)
+    new = torch.zeros(1, problem.num_kv_heads, sum(dims), dtype=problem.q_dtype, device=k.device)
+    nowhere = torch.full((1,), -1, dtype=torch.int64, device=planner.device)
+    new_k, new_v = new.split(dims, dim=-1)
+    write_kv(new_k, new_v, kv, nowhere)
     logger.info(
         "kernel %s: %d kinds of batches ready in %.1f s",
         planner.spec.name,

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from magi_serve.bench.inputs import Inputs
 from magi_serve.kernels.ffa.reference import attend
+from magi_serve.kernels.paged.reference import gather_pages
 from magi_serve.testing import assert_as_accurate_as_torch
 from magi_serve.types import AttentionOutput, SinkSpec
 
@@ -42,21 +43,18 @@ def check(inputs: Inputs, result: AttentionOutput) -> tuple[float, str | None]:
         visible = visible.to(result.out.device)
         rows = rows.to(result.out.device)
         q = inputs.buffers[0].q[rows]
-        k, v = _keys(inputs, s)
         sink = None if inputs.sink is None else SinkSpec(inputs.sink.float())
 
         def reference(
             dtype: torch.dtype,
             q: Tensor = q,
-            k: Tensor = k,
-            v: Tensor = v,
+            s: int = s,
             visible: Tensor = visible,
             sink: SinkSpec | None = sink,
         ) -> AttentionOutput:
             scale = q.shape[-1] ** -0.5
-            return attend(
-                q.to(dtype), k.to(dtype), v.to(dtype), visible, softmax_scale=scale, sink=sink
-            )
+            k, v = _keys(inputs, s, dtype)
+            return attend(q.to(dtype), k, v, visible, softmax_scale=scale, sink=sink)
 
         part = AttentionOutput(result.out[rows], result.lse[rows])
         worst = max(worst, distance(part.out, reference(torch.float64).out))
@@ -74,13 +72,11 @@ def distance(out: Tensor, reference: Tensor) -> float:
     return float(difference / torch.linalg.vector_norm(reference.to(dtype)))
 
 
-def _keys(inputs: Inputs, s: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of sequence `s`, one after the other."""
+def _keys(inputs: Inputs, s: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of sequence `s` in `dtype`, one after the other."""
     buffer, case = inputs.buffers[0], inputs.case
     first, count = sum(case.k_lens[:s]), case.k_lens[s]
     if inputs.page_table is None:
-        return buffer.k[first : first + count], buffer.v[first : first + count]
-    assert case.page_size is not None
-    key = torch.arange(count, device=buffer.k.device)
-    pages = inputs.page_table[s, key // case.page_size].long()
-    return buffer.k[pages, key % case.page_size], buffer.v[pages, key % case.page_size]
+        mine = slice(first, first + count)
+        return buffer.k[mine].to(dtype), buffer.v[mine].to(dtype)
+    return gather_pages(inputs.kv(0), s, count, dtype)

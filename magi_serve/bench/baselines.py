@@ -19,6 +19,8 @@ from magi_serve.errors import ArgumentError
 def flashinfer(inputs: Inputs, kernel: str | None) -> Prepared:
     """FlashInfer: its tensor-core decode for single rows, its FA3 template for everything else."""
     case = inputs.case
+    if case.stored is not None:
+        raise Refused("FlashInfer is called over bf16 here")
     if case.sink:
         raise Refused("FlashInfer's wrappers for Hopper take no sinks")
     if case.mask is not None:
@@ -141,9 +143,19 @@ def causal(inputs: Inputs, kernel: str | None) -> Prepared:
     return Prepared({"ours": run}, flops)
 
 
+def bf16(inputs: Inputs, kernel: str | None) -> Prepared:
+    """Our own attention over the same keys and values in bf16: what a quantised cache gives."""
+    from magi_serve.bench.measure import prepare_ours
+
+    if inputs.case.stored is None:
+        raise Refused("only for quantised keys: the others are bf16 themselves")
+    name, run = prepare_ours(inputs.in_bf16(), kernel)
+    return Prepared({name: lambda i: run(i).out})
+
+
 Baseline = Callable[[Inputs, str | None], Prepared]
 BASELINES: dict[str, Baseline] = {
-    f.__name__: f for f in (fa3, triton_attn, flashinfer, cudnn, flex, causal)
+    f.__name__: f for f in (fa3, triton_attn, flashinfer, cudnn, flex, causal, bf16)
 }
 """Every baseline by the name that ``--baseline`` takes."""
 

@@ -1,6 +1,6 @@
 """What `bench attention` measures: cases, the work in each, and the ratios that they have to reach.
 
-A case is written ``WORK/HEADS/LAYOUT[/windowN]``:
+A case is written ``WORK/HEADS/LAYOUT[/windowN][/STORED]``:
 
 - WORK: ``COUNTxROWS`` prompts, ``COUNTxROWS@KEYS`` sequences whose last ROWS of KEYS tokens are the
   queries, ``lognormalCOUNT`` prompts of mixed lengths, several of these joined by ``+``; or a mask
@@ -8,6 +8,7 @@ A case is written ``WORK/HEADS/LAYOUT[/windowN]``:
 - HEADS: ``Q:KV:DIM``, with a final ``s`` for a learnable sink per head.
 - LAYOUT: ``contiguous`` or ``pageN``.
 - ``windowN``: each row sees its own key and the N - 1 before it.
+- STORED: ``e4m3``, ``e5m2`` or ``int8``: quantised pages with a scale per kv head.
 
 Numbers may end in ``k`` for 1024: ``1x2k@128k/32:8:128/page16``.
 """
@@ -27,14 +28,17 @@ from magi_serve.errors import ArgumentError
 from magi_serve.masks import AttentionSlices, MaskType
 
 ELEMENT_BYTES = 2
-"""Every case is bf16."""
+"""Queries and outputs are bf16, and so are keys and values that are not quantised."""
+STORED = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}
+"""How keys and values can be quantised, and torch's name for it."""
 MASKS = ("blockcausal", "prefix", "band")
 _PATTERN = re.compile(
     r"(?P<work>[^/]+)/(?P<q>\d+):(?P<kv>\d+):(?P<dim>\d+)(?P<sink>s?)"
     r"/(contiguous|page(?P<page>\d+))(/window(?P<window>\d+k?))?"
+    r"(/(?P<stored>e4m3|e5m2|int8))?"
 )
 _FORM = (
-    "WORK/HEADS/LAYOUT[/windowN], as 1x8k/32:8:128/page16, 64x1@8k/64:8:64s/page16, "
+    "WORK/HEADS/LAYOUT[/windowN][/STORED], as 1x8k/32:8:128/page16, 64x1@8k/64:8:64s/page16, "
     "lognormal32/32:8:128/page16 or band-32k/32:8:128/contiguous"
 )
 
@@ -48,6 +52,7 @@ class Case:
         q_lens, k_lens: query rows and keys of each sequence; the rows are its last tokens.
         page_size: keys per page; None for contiguous keys.
         window: how many keys a row sees, None for all before it.
+        stored: one of `STORED`, None for bf16.
         mask: one of `MASKS` instead of causal sequences, or None.
         targets: what has to be reached, by baseline (a ratio), or `read` (a share of bandwidth).
     """
@@ -62,6 +67,7 @@ class Case:
     page_size: int | None
     window: int | None = None
     mask: str | None = None
+    stored: str | None = None
     group: str = "own"
     targets: Mapping[str, float] = field(default_factory=dict)
 
@@ -76,9 +82,14 @@ class Case:
         return sum(1 for _ in itertools.takewhile(lambda s: s[0] <= 8 < s[1], spans))
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of a number of a key or value."""
+        return 1 if self.stored else ELEMENT_BYTES
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of all sequences, seen or not."""
-        return sum(self.k_lens) * self.num_kv_heads * self.head_dim * 2 * ELEMENT_BYTES
+        return sum(self.k_lens) * self.num_kv_heads * self.head_dim * 2 * self.key_bytes
 
     def visible_pairs(self) -> int:
         """(query row, key) pairs that are not masked."""
@@ -90,9 +101,9 @@ class Case:
 
     def bytes(self) -> int:
         """The least traffic: every query, output, and visible key and value once."""
-        rows = 2 * self.num_tokens * self.num_q_heads
-        keys = 2 * self._visible_keys() * self.num_kv_heads
-        return (rows + keys) * self.head_dim * ELEMENT_BYTES
+        rows = 2 * self.num_tokens * self.num_q_heads * ELEMENT_BYTES
+        keys = 2 * self._visible_keys() * self.num_kv_heads * self.key_bytes
+        return (rows + keys) * self.head_dim
 
     def _visible_keys(self) -> int:
         if self.mask is not None or self.window is None:
@@ -209,6 +220,7 @@ def parse(text: str) -> Case:
         int(match["page"]) if match["page"] else None,
         _number(match["window"]) if match["window"] else None,
         mask,
+        match["stored"],
     )
     few = 32 if mask else 1
     for rows, keys in lens or [(0, 0)]:
@@ -225,6 +237,8 @@ def parse(text: str) -> Case:
         )
     if case.page_size is None and case.window is not None:
         raise ArgumentError(f"case {text!r}: windows need pages; write pageN for contiguous")
+    if case.page_size is None and case.stored is not None:
+        raise ArgumentError(f"case {text!r}: quantised keys need pages; write pageN for contiguous")
     if case.page_size is not None and mask is not None:
         raise ArgumentError(f"case {text!r}: slices need packed keys; write contiguous for pageN")
     return case

@@ -1,15 +1,18 @@
 """The tensors of a case: buffers that together are larger than L2, so that each call misses it."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from magi_serve.bench.cases import Case, make_slices
+from magi_serve.bench.cases import STORED, Case, make_slices
 from magi_serve.errors import DeviceError
+from magi_serve.kernels.paged.reference import dequantise, quantise
 from magi_serve.masks import AttentionSlices
 from magi_serve.testing import make_pool
-from magi_serve.types import PagedKV
+from magi_serve.types import LARGEST, PagedKV
 
 ONE_BUFFER_BYTES = 4 << 30
 """From this size on a buffer is so much larger than L2 that it needs no second one."""
@@ -31,6 +34,7 @@ class Inputs:
 
     Attributes:
         page_table, kv: None for contiguous keys.
+        scales: of keys and of values, ``[num_kv_heads]`` fp32, where they are quantised.
         slices: None for pages.
         sink: ``[num_q_heads]`` bf16, or None.
     """
@@ -43,6 +47,7 @@ class Inputs:
     page_table: Tensor | None
     slices: AttentionSlices | None
     sink: Tensor | None
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     @property
     def max_q(self) -> int:
@@ -59,7 +64,27 @@ class Inputs:
 
     def kv(self, i: int) -> PagedKV:
         assert self.page_table is not None
-        return PagedKV(self.buffers[i].k, self.buffers[i].v, self.page_table, self.seqlens_k)
+        buffer = self.buffers[i]
+        return PagedKV(buffer.k, buffer.v, self.page_table, self.seqlens_k, *self.scales)
+
+    def in_bf16(self) -> Inputs:
+        """The same inputs with keys and values in bf16: what they were before they were stored."""
+
+        def plain(x: Tensor, scale: Tensor | None) -> Tensor:
+            return dequantise(x, scale, torch.bfloat16)
+
+        buffers = []
+        for b in self.buffers:
+            both = torch.empty(
+                (*b.k.shape[:3], 2 * b.k.shape[3]), dtype=b.q.dtype, device=b.q.device
+            )
+            k, v = both.chunk(2, dim=-1)
+            k.copy_(plain(b.k, self.scales[0]))
+            v.copy_(plain(b.v, self.scales[1]))
+            buffers.append(replace(b, k=k, v=v))
+        return replace(
+            self, case=replace(self.case, stored=None), buffers=tuple(buffers), scales=(None, None)
+        )
 
 
 def num_buffers(case: Case, l2_bytes: int) -> int:
@@ -87,6 +112,21 @@ def make_inputs(
         for row, pages in zip(table, order.split(pages_of), strict=True):
             row[: len(pages)] = pages
 
+    stored = dtype if case.stored is None else getattr(torch, STORED[case.stored])
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    if case.stored is not None:
+        # Normal numbers fill what is stored without saturating.
+        k_scale = torch.full(heads[:1], 5.5 / LARGEST[stored], device=device)
+        scales = k_scale, 1.25 * k_scale
+
+    def fill(x: Tensor, scale: Tensor | None) -> None:
+        if scale is None:
+            x.normal_(generator=random)
+            return
+        for pages in x.split(4096):  # so that fp32 of them is small
+            normal = torch.randn(pages.shape, generator=random, dtype=dtype, device=device)
+            pages.view(torch.int8).copy_(quantise(normal, x.dtype, scale).view(torch.int8))
+
     def buffer() -> Buffer:
         q = torch.randn(
             case.num_tokens, case.num_q_heads, case.head_dim,
@@ -100,10 +140,10 @@ def make_inputs(
         else:
             k, v = make_pool(
                 num_pages, case.page_size, *heads, case.head_dim,
-                layout="packed", dtype=dtype, device=device, poison=0.0,
+                layout="packed", dtype=stored, device=device, poison=0.0,
             )  # fmt: skip
-            for x in (k, v):
-                x.normal_(generator=random)
+            for x, scale in zip((k, v), scales, strict=True):
+                fill(x, scale)
         return Buffer(q, k, v, torch.full_like(q, float("nan")))
 
     def cumulative(lens: tuple[int, ...]) -> Tensor:
@@ -122,6 +162,7 @@ def make_inputs(
         table,
         make_slices(case) if case.page_size is None else None,
         sink,
+        scales,
     )
 
 

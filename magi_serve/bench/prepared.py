@@ -24,10 +24,12 @@ class Prepared:
     Attributes:
         runs: calls by the name of a setting; the fastest setting counts.
         flops: of one call, where it computes something else than the case, to be compared by rate.
+        error: how far its result may be from ours in the norm, where that is more than rounding.
     """
 
     runs: Mapping[str, Run]
     flops: int | None = None
+    error: float = 0.0
 
 
 def need(module: str, package: str) -> Any:

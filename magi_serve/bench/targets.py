@@ -1,7 +1,8 @@
 """The cases that have targets: what the kernels have to reach on an H200.
 
-Ratios are to FlashAttention 3 in the same run (`fa3`), to FlexAttention (`flex`), or to our own
-causal attention per visible pair (`causal`); `read` is a share of the bandwidth of a plain read.
+Ratios are to FlashAttention 3 in the same run (`fa3`), to FlexAttention (`flex`), to our own
+causal attention per visible pair (`causal`), or to our own attention over bf16 (`bf16`); `read` is
+a share of the bandwidth of a plain read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +52,23 @@ def rows() -> Iterator[Case]:
         for drafts in (4, 8)
     ]
     yield from _group("verify", verify, {"fa3": 1.08})
+    for n in ("8k", "32k", "128k"):
+        for heads in (D128, D64):
+            yield from _group(
+                "prefill-e4m3", [f"1x{n}/{heads}/page16/e4m3"], {"bf16": 0.95, "fa3": 0.95}
+            )
+    for count, n in ((16, "2k"), (16, "8k"), (64, "8k"), (16, "32k"), (4, "128k"), (256, "8k")):
+        for heads in (D128, D64):
+            yield _quantised(f"{count}x1@{n}/{heads}/page16/e4m3")
     masks = [f"{mask}-32k/{D128}/contiguous" for mask in ("blockcausal", "prefix", "band")]
     yield from _group("slices", masks, {"causal": 0.9, "flex": 3.0})
+
+
+def _quantised(name: str) -> Case:
+    """Decode over a quantised cache: half the bytes of `bf16`."""
+    case = parse(name)
+    target = 1.7 if 2 * case.kv_bytes >= 10**9 else 1.5
+    return replace(case, group="decode-e4m3", targets={"bf16": target})
 
 
 def _decode(name: str) -> Iterator[Case]:

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from magi_serve.bench.inputs import Inputs
 from magi_serve.bench.prepared import Prepared, Refused, Run, need
+from magi_serve.kernels.paged.reference import quantise
+
+FP8_QUERY_ERROR = 0.06
+"""How far quantised queries and probabilities may move a result, in the norm."""
 
 
 def fa3(inputs: Inputs, kernel: str | None) -> Prepared:
@@ -21,12 +25,16 @@ def fa3(inputs: Inputs, kernel: str | None) -> Prepared:
     case = inputs.case
     if case.mask is not None:
         raise Refused("FA3 has no masks of slices")
+    if case.stored not in (None, "e4m3"):
+        raise Refused("FA3 takes no quantised keys but e4m3")
     splits = (32, 0) if case.num_tokens <= 512 else (0,)
-    return Prepared({f"num_splits={n}": _fa3_run(flash, inputs, n) for n in splits})
+    runs = {f"num_splits={n}": _fa3_run(flash, inputs, n) for n in splits}
+    return Prepared(runs, error=FP8_QUERY_ERROR if case.stored else 0.0)
 
 
 def _fa3_run(flash: Any, inputs: Inputs, num_splits: int) -> Run:
     case, window = inputs.case, list(inputs.window)
+    dtype = torch.float8_e4m3fn if case.stored else torch.bfloat16
     lengths: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k}
     if inputs.page_table is not None:
         metadata = flash.get_scheduler_metadata(
@@ -37,7 +45,7 @@ def _fa3_run(flash: Any, inputs: Inputs, num_splits: int) -> Run:
             num_heads_kv=case.num_kv_heads,
             headdim=case.head_dim,
             cache_seqlens=inputs.seqlens_k,
-            qkv_dtype=torch.bfloat16,
+            qkv_dtype=dtype,
             cu_seqlens_q=inputs.cu_seqlens_q,
             page_size=case.page_size,
             causal=True,
@@ -50,10 +58,19 @@ def _fa3_run(flash: Any, inputs: Inputs, num_splits: int) -> Run:
             "scheduler_metadata": metadata,
         }
 
+    queries = [buffer.q for buffer in inputs.buffers]
+    if case.stored:
+        # As vLLM: queries are quantised too, outside of attention, with one scale.
+        one = torch.full((1,), 5.5 / 448, device=inputs.cu_seqlens_q.device)
+        queries = [quantise(q, dtype, one.expand(q.shape[1])) for q in queries]
+        shape = (len(case.q_lens), case.num_kv_heads)
+        scales = zip("qkv", (one, *inputs.scales), strict=True)
+        lengths |= {f"{x}_descale": scale.expand(shape) for x, scale in scales}
+
     def run(i: int) -> Tensor:
         buffer = inputs.buffers[i]
         flash.flash_attn_varlen_func(
-            q=buffer.q,
+            q=queries[i],
             k=buffer.k,
             v=buffer.v,
             out=buffer.out,
@@ -85,6 +102,11 @@ def triton_attn(inputs: Inputs, kernel: str | None) -> Prepared:
     segments, padded = 16, 1 << (case.head_dim - 1).bit_length()
     shape = (threshold, case.num_q_heads, segments)
 
+    if case.stored == "int8":
+        raise Refused("vLLM's Triton kernel takes int8 only with scales per token")
+    # One scale for all: it has no others.
+    scales = [None if s is None else s[:1] for s in inputs.scales]
+
     def scratch(*dims: int) -> Tensor:
         return torch.empty(dims, dtype=torch.float32, device=inputs.cu_seqlens_q.device)
 
@@ -113,8 +135,8 @@ def triton_attn(inputs: Inputs, kernel: str | None) -> Prepared:
             block_table=inputs.page_table,
             softcap=0.0,
             q_descale=None,
-            k_descale=None,
-            v_descale=None,
+            k_descale=scales[0],
+            v_descale=scales[1],
             sinks=inputs.sink,
             **options,
         )

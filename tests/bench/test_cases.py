@@ -146,6 +146,8 @@ def test_every_row_of_the_table_of_targets_has_cases() -> None:
         "decode-one": 8,
         "decode": 31,
         "verify": 8,
+        "prefill-e4m3": 6,
+        "decode-e4m3": 12,
         "slices": 3,
     }
     assert all(c.targets for c in cases)
@@ -163,10 +165,10 @@ def test_groups_names_patterns_and_written_cases_are_selected_once() -> None:
     assert select(["chunk"]) == [c for c in standard if c.group == "chunk"]
     name = "16x1@8k/32:8:128/page16"
     assert select([name, "16x1@8k/*"])[0].targets["fa3"] == 1.0
-    assert len(select([name, "16x1@8k/*"])) == 2
+    assert len(select([name, "16x1@8k/*"])) == 4
     assert select(["3x5/4:2:64/page16"])[0].group == "own"
     shapes = [(c.group, c.head_dim) for c in select([], quick=True)]
-    assert len(shapes) == len(set(shapes)) == 12
+    assert len(shapes) == len(set(shapes)) == 16
 
 
 @pytest.mark.parametrize("text", ["prefil", "2x", "*nothing*"])

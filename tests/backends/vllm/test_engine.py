@@ -9,7 +9,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from magi_serve.backends.vllm import compat
 from magi_serve.kernels.capabilities import KERNEL_NAMES
+from magi_serve.kernels.paged.reference import dequantise, quantise, token_scale
 
 pytestmark = pytest.mark.vllm
 
@@ -97,6 +99,51 @@ def test_verifying_drafts_changes_nothing(
     assert_as_transformers(checkpoint("gptoss"), ours["drafted"]["runs"][0])
 
 
+def quantising_llama(folder: str, name: str) -> Any:
+    """The eager model, with keys and values rounded as a cache of vLLM's dtype `name` does it."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.masking_utils import eager_mask
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    stored = compat.QUANTISED[name]
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = token_scale(x, stored.dtype) if stored.scales == "token" else None
+        return dequantise(quantise(x, stored.dtype, scale), scale, x.dtype)
+
+    def attention(module: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return eager_attention_forward(module, q, rounded(k), rounded(v), *args, **kwargs)
+
+    AttentionInterface.register("rounding", attention)
+    AttentionMaskInterface.register("rounding", eager_mask)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="rounding"
+    )
+
+
+def test_quantised_caches_give_the_logprobs_of_a_model_that_rounds_alike(
+    drive: Callable[..., Any],
+    engine: Callable[..., Any],
+    prompts: list[list[int]],
+    checkpoint: Callable[[str], str],
+) -> None:
+    names = list(compat.QUANTISED)
+    jobs = [engine("llama", run(prompts, max_tokens=12), kv_cache_dtype=name) for name in names]
+    report = drive(*jobs)
+    for name, result in zip(names, report["engines"], strict=True):
+        assert "error" not in result, report["log"][-6000:]
+        assert result["layers"]["kernels"] == ["cpu"]
+        model = quantising_llama(checkpoint("llama"), name)
+        for one in result["runs"][0]:
+            prompt, tokens = one["prompt"], torch.tensor(one["tokens"])
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *one["tokens"]]])).logits[0].float()
+            expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+            off = torch.tensor(one["logprobs"]) - expected.gather(1, tokens[:, None])[:, 0]
+            # A number between two steps may be rounded to either.
+            assert float(off.abs().mean()) < 0.01, (name, off.tolist())
+
+
 def test_tokens_come_before_heads_in_the_cache(ours: dict[str, Any]) -> None:
     blocks, heads, tokens, content = ours["llama"]["layers"]["shapes"][0]
     assert (heads, tokens, content) == (2, 16, 128)
@@ -148,7 +195,7 @@ def refusals(drive: Callable[..., Any], engine: Callable[..., Any]) -> list[str]
     """What vLLM says to engines that we must refuse, all tried in one process."""
     report = drive(
         engine("mla", load_format="dummy", block_size=16),
-        engine("llama", kv_cache_dtype="fp8"),
+        engine("llama", kv_cache_dtype="int4_per_token_head"),
         engine("llama", additional_config={"magi_serve": {"kernle": "cpu"}}),
         engine("llama", additional_config={"magi_serve": {"kernel": "hoper"}}),
         engine("llama", additional_config={"magi_serve": {"kernel": "triton"}}),
@@ -161,8 +208,8 @@ def test_an_mla_model_is_refused_with_the_reason_and_the_way_out(refusals: list[
     assert "--attention-backend auto" in refusals[0]
 
 
-def test_an_fp8_cache_is_refused_with_the_reason(refusals: list[str]) -> None:
-    assert "kv_cache_dtype=fp8 is not supported" in refusals[1]
+def test_an_int4_cache_is_refused_with_the_reason(refusals: list[str]) -> None:
+    assert "kv_cache_dtype=int4_per_token_head is not supported" in refusals[1]
 
 
 def test_an_unknown_settings_key_is_an_error_that_names_it(refusals: list[str]) -> None:

@@ -1,5 +1,6 @@
 """A layer and its metadata builder, driven as vLLM drives them, against attention in float64."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonA
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.backend import MagiAttentionBackend
 from magi_serve.backends.vllm.impl import MagiAttentionImpl
 from magi_serve.backends.vllm.metadata import MagiMetadataBuilder, leading_decodes
 from magi_serve.errors import ArgumentError, NoKernelError, ShapeError
 from magi_serve.kernels.ffa.reference import attend
+from magi_serve.kernels.paged.reference import gather_pages
 from magi_serve.testing import NO_PAGE, poisoned
 from magi_serve.types import SinkSpec
 
@@ -35,10 +38,11 @@ LAYOUTS = {
 MIXED = [(1, 40), (1, 1), (1, 17), (5, 21), (33, 33), (7, 100)]
 
 
-def layer(**options: Any) -> SimpleNamespace:
+def layer(scales: tuple[Tensor, Tensor] | None = None, **options: Any) -> SimpleNamespace:
     impl = MagiAttentionImpl(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, **options)
     impl.process_weights_after_loading(torch.float32)
-    return SimpleNamespace(impl=impl)
+    k_scale, v_scale = scales or (torch.tensor(1.0), torch.tensor(1.0))
+    return SimpleNamespace(impl=impl, _k_scale=k_scale, _v_scale=v_scale)
 
 
 def builder(
@@ -46,6 +50,7 @@ def builder(
     spec_tokens: int | None = None,
     settings: dict[str, Any] | None = None,
     head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
 ) -> MagiMetadataBuilder:
     names = [f"layer{i}" for i in range(len(layers))]
     speculative = spec_tokens and SimpleNamespace(
@@ -63,7 +68,7 @@ def builder(
         use_v2_model_runner=False,
     )
     spec = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=torch.float32
+        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=dtype
     )
     return MagiMetadataBuilder(spec, names, config, torch.device("cpu"))
 
@@ -162,6 +167,39 @@ class Batch:
         assert (out[self.starts[-1] :] == 0).all()
 
 
+class QuantisedBatch(Batch):
+    """The same sequences over a cache of bytes, as vLLM hands it over; stale slots hold NaN.
+
+    Keys and values become what the cache makes of them, so that attention over it is exact.
+    """
+
+    def __init__(self, kv_cache_dtype: str, one: SimpleNamespace, layout: str) -> None:
+        super().__init__(MIXED, layout=layout)
+        stored = compat.QUANTISED[kv_cache_dtype]
+        blocks = self.cache.shape[0]
+        shape = MagiAttentionBackend.get_kv_cache_shape(
+            blocks, PAGE, KV_HEADS, HEAD_DIM, kv_cache_dtype
+        )
+        order = LAYOUTS[layout]
+        physical = torch.full([(2, *shape)[i] for i in order], 0x7F, dtype=torch.uint8)
+        physical = physical.view(torch.int8 if stored.dtype == torch.int8 else torch.uint8)
+        self.cache = physical.permute(*np.argsort(order).tolist())[1]
+        for s, (n, keys) in enumerate(self.lengths):
+            at = torch.arange(keys)
+            slots = self.table[s, at // PAGE].long() * PAGE + at % PAGE
+            k, v = self.keys[s], self.values[s]
+            one.impl.do_kv_cache_update(one, k, v, self.cache, slots)
+            pages = one.impl._pages.of(self.cache, one)
+            pages = replace(pages, page_table=self.table[s, None], seqlens_k=slots[:1].int())
+            self.keys[s], self.values[s] = gather_pages(pages, 0, keys, torch.float32)
+            assert 0 < (self.keys[s] - k).abs().max() < 0.6
+            assert 0 < (self.values[s] - v).abs().max() < 0.6
+            new = torch.full_like(slots, 0x7F, dtype=torch.int8)[-n:, None, None]
+            new = new.expand(n, KV_HEADS, self.cache.shape[-1])
+            bytes_ = self.cache.view(torch.int8)
+            bytes_[slots[-n:] // PAGE, :, slots[-n:] % PAGE] = new  # written when it runs
+
+
 SINKS = torch.linspace(-1, 2, HEADS)
 FEATURES = {
     "plain": {},
@@ -177,6 +215,39 @@ def test_a_mixed_batch_over_a_stale_cache_is_exact(layout: str, features: str) -
     one, batch = layer(**FEATURES[features]), Batch(MIXED, layout=layout)
     metadata = builder(one).build(0, batch.common)
     batch.check(batch.run(one, metadata), one.impl, FEATURES[features].get("sinks"))
+
+
+PER_HEAD = torch.tensor([0.02, 0.011]), torch.tensor([0.015, 0.03])
+PER_TENSOR = torch.tensor(0.5), torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("features", ["plain", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scales", [None, PER_TENSOR, PER_HEAD], ids=["one", "tensor", "head"])
+@pytest.mark.parametrize("kv_cache_dtype", compat.QUANTISED)
+def test_attention_over_quantised_pages_is_exact(
+    kv_cache_dtype: str, scales: Any, layout: str, features: str
+) -> None:
+    if "token" in kv_cache_dtype and scales is not None:
+        pytest.skip("scales are in the cache")
+    one = layer(scales, kv_cache_dtype=kv_cache_dtype, **FEATURES[features])
+    batch = QuantisedBatch(kv_cache_dtype, one, layout)
+    metadata = builder(one, dtype=batch.cache.dtype).build(0, batch.common)
+    assert metadata.plan_for(one.impl.variant).kernel == "cpu"
+    batch.check(batch.run(one, metadata), one.impl, FEATURES[features].get("sinks"))
+
+
+def test_scales_that_are_loaded_later_count() -> None:
+    one = layer(kv_cache_dtype="fp8")
+    batch = QuantisedBatch("fp8", one, "LBNHC")
+    metadata = builder(one, dtype=torch.uint8).build(0, batch.common)
+    before = batch.run(one, metadata).clone()
+    one._v_scale = torch.tensor(2.0)  # as a reload makes a new buffer
+    after = one.impl.forward(one, batch.q, None, None, batch.cache, metadata, before.clone())
+    torch.testing.assert_close(after, 2 * before)
+    one._v_scale.fill_(4.0)  # or fills it
+    after = one.impl.forward(one, batch.q, None, None, batch.cache, metadata, before.clone())
+    torch.testing.assert_close(after, 4 * before)
 
 
 @pytest.mark.parametrize("lengths", [MIXED, [(1, 40), (1, 3)]], ids=["mixed", "decodes"])

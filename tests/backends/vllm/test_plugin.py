@@ -96,11 +96,11 @@ def test_a_rival_for_custom_is_named_when_custom_is_selected(
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
-        ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
         ({"use_dcp": True}, "DCP not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"use_rswa": True}, "R-SWA not supported"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "int4_per_token_head"}, "=int4_per_token_head is not supported"),
         ({"kv_cache_dtype": "float16"}, "k and v of torch.float16 with q of torch.bfloat16"),
         ({"head_size": 2048}, "cpu: head_dim=2048 is not supported"),
         ({"dtype": torch.float64}, "cpu: q dtype torch.float64 is not supported"),
@@ -123,6 +123,8 @@ def test_a_refusal_says_why_and_what_to_do(changes: dict[str, Any], reason: str)
         {"dtype": torch.float16, "kv_cache_dtype": "float16"},
         {"head_size": 80, "block_size": 48},
         {"use_kv_connector": True},
+        {"kv_cache_dtype": "fp8", "use_per_head_quant_scales": True},
+        *({"kv_cache_dtype": name, "has_sink": True} for name in compat.QUANTISED),
         {"use_non_causal": True},
     ],
 )
@@ -146,4 +148,6 @@ def test_pages_are_multiples_of_sixteen_and_any_layout_is_taken() -> None:
     layouts = MagiAttentionBackend.supported_kv_cache_layouts()
     assert layouts[0].name == "LBNHC"
     assert len(set(layouts)) == len(type(layouts[0]))
-    assert MagiAttentionBackend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
+    shape = MagiAttentionBackend.get_kv_cache_shape
+    assert shape(7, 16, 2, 64) == shape(7, 16, 2, 64, "fp8") == (7, 2, 16, 128)
+    assert shape(7, 16, 2, 64, "int8_per_token_head") == (7, 2, 16, 136)
