@@ -35,6 +35,7 @@ from magi_serve.kernels.ffa.plan import Batch, Cut, Part, TileConfig
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.ffa.warmup import warm_up
+from magi_serve.kernels.paged.layout import slot_size, split_slots
 from magi_serve.kernels.paged.triton_store import write_kv_triton
 from magi_serve.masks import AttentionSlices
 from magi_serve.types import AttentionProblem, PagedKV, SinkSpec
@@ -336,25 +337,32 @@ def warm_up_case(arch: int, kernel: str) -> None:
 
     JITFunction.run = remember
     random = Random(0)
-    for head_dim, groups, window, sinks in ((64, 8, (127, 0), 1), (128, 4, None, 0)):
-        bf16 = torch.bfloat16
+    bf16, e4m3, i8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+    kinds_of_cache: list[tuple[torch.dtype, Any]] = [(bf16, "none"), (e4m3, "head"), (i8, "token")]
+    for (head_dim, groups, window, sinks), (kv_dtype, scales) in itertools.product(
+        ((64, 8, (127, 0), 1), (128, 4, None, 0)), kinds_of_cache
+    ):
         problem = AttentionProblem(
-            "cuda", bf16, bf16, 8 * groups, 8, head_dim, head_dim, arch, 16, sinks=sinks
-        )
+            "cuda", bf16, kv_dtype, 8 * groups, 8, head_dim, head_dim, arch, 16, scales,
+            sinks=sinks, even_rows=scales != "token",
+        )  # fmt: skip
         planner = PagedPlanner(
             problem,
             max_tokens=256,
             max_seqs=256,
             device=torch.device("cpu"),
             window=window,
-            kernel=kernel,
+            kernel="triton" if scales == "token" else kernel,  # rows of uneven strides
         )
         api._problem = lambda *args, problem=planner.problem, **kwargs: problem  # type: ignore[assignment]
         del hashes[:]
         kinds = warm_up(planner, max_tokens=8192)
         known = set(hashes)
-        pages = torch.empty(8, 16, 8, 2 * head_dim, dtype=bf16)
-        for _ in range(120):
+        slots = torch.empty(8, 16, 8, slot_size(head_dim, head_dim, scales), dtype=kv_dtype)
+        k, v, *of_pages = split_slots(slots, head_dim, head_dim, kv_dtype, scales)
+        if scales == "head":
+            of_pages = [torch.ones(()), torch.ones(())]
+        for _ in range(60):
             num_decodes = random.choice([0, 1, 3, 16, 40, 64, 200])
             prompts = [random.choice([2, 5, 60, 100])] * random.choice([0, 1, 2, 5, 30])
             prompts += [random.choice([700, 3000, 5000])] * random.choice([0, 0, 1])
@@ -376,14 +384,15 @@ def warm_up_case(arch: int, kernel: str) -> None:
             sink = SinkSpec(torch.zeros(8 * groups)) if sinks else None
             api.paged_attention(
                 torch.empty(num_tokens, 8 * groups, head_dim, dtype=bf16),
-                PagedKV(pages[..., :head_dim], pages[..., head_dim:], table, seqlens_k),
+                PagedKV(k, v, table, seqlens_k, *of_pages),
                 cu_seqlens_q,
                 window=window,
                 sink=sink,
                 plan=plan,
             )
         report = {"kinds": kinds, "kernels": len(known), "later": len(set(hashes) - known)}
-        print(json.dumps({"head_dim": head_dim, **report}), flush=True)
+        named = {"head_dim": head_dim, "stored": str(kv_dtype)}
+        print(json.dumps({**named, **report}), flush=True)
 
 
 def main() -> None:

@@ -66,8 +66,14 @@ def scoring(
     return engine(model, run or {"score": 0}, backend=backend, **options)
 
 
-def finish(drive: Callable[..., Any], runner: str, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The engines' results, one after the other in one process under this model runner."""
+def finish(
+    drive: Callable[..., Any], runner: str, *jobs: dict[str, Any], others_compile: bool = False
+) -> list[dict[str, Any]]:
+    """The engines' results, one after the other in one process under this model runner.
+
+    vLLM watches for kernels that are compiled from the first engine's start on: with
+    `others_compile` those may be what a later engine needs for its start.
+    """
     report = drive(*jobs, VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "V2")))
     results: list[dict[str, Any]] = report["engines"]
     assert [r.get("error") for r in results] == [None] * len(jobs), report["log"][-6000:]
@@ -75,6 +81,8 @@ def finish(drive: Callable[..., Any], runner: str, *jobs: dict[str, Any]) -> lis
         assert (".gpu." in result["layers"]["runner"]) == (runner == "V2")
         assert result["layers"]["cudagraphs"] == "FULL_AND_PIECEWISE"
     # vLLM reports what is compiled once it serves; the metadata builder's warm-up left nothing.
+    if others_compile:
+        return results
     late = [line for line in report["log"].splitlines() if "compilation during inference" in line]
     assert [line for line in late if any(f": {name}." in line for name in KERNELS)] == []
     return results
@@ -125,6 +133,7 @@ def test_quantised_caches_give_what_plain_triton_gives(
         runner,
         job(engine, model, "CUSTOM", kv_cache_dtype=stored),
         scoring(engine, model, kv_cache_dtype=stored, **other),
+        others_compile=other["backend"] == "CUSTOM",
     )
     assert ours["layers"]["shapes"] == theirs["layers"]["shapes"]
     assert_alike(ours, theirs)
