@@ -338,10 +338,14 @@ def warm_up_case(arch: int, kernel: str) -> None:
     JITFunction.run = remember
     random = Random(0)
     bf16, e4m3, i8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
-    kinds_of_cache: list[tuple[torch.dtype, Any]] = [(bf16, "none"), (e4m3, "head"), (i8, "token")]
-    for (head_dim, groups, window, sinks), (kv_dtype, scales) in itertools.product(
-        ((64, 8, (127, 0), 1), (128, 4, None, 0)), kinds_of_cache
-    ):
+    gptoss, llama = (64, 8, (127, 0), 1), (128, 4, None, 0)
+    served: list[tuple[Any, torch.dtype, Any]] = [
+        (gptoss, bf16, "none"),
+        (gptoss, e4m3, "head"),
+        (llama, bf16, "none"),
+        (llama, i8, "token"),
+    ]
+    for (head_dim, groups, window, sinks), kv_dtype, scales in served:
         problem = AttentionProblem(
             "cuda", bf16, kv_dtype, 8 * groups, 8, head_dim, head_dim, arch, 16, scales,
             sinks=sinks, even_rows=scales != "token",
