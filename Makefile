@@ -30,7 +30,7 @@ DEMO_ARGS = --served-model-name SmolLM2-135M-Instruct $(if $(filter cpu,$(DEVICE
 # The folder a command runs in stays off sys.path: `kernels` here is not the package `kernels`.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup serve test test-slow test-gpu bench fmt lint types lock
+.PHONY: help setup serve test test-slow test-gpu bench fmt lint types lock matrix
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' \
@@ -75,6 +75,9 @@ lint: setup  ## ruff: check and format
 types: setup  ## mypy, strict
 	@echo "types: mypy"
 	@$(RUN) mypy
+
+matrix: setup  ## write docs/support-matrix.md from the capability table
+	@$(VENV)/bin/python tools/support_matrix.py
 
 lock:  ## resolve requirements/*.in anew and write the pins to requirements/*.txt
 	@$(PYTHON) tools/lock.py cpu dev cuda
