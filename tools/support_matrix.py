@@ -314,9 +314,9 @@ def page() -> str:
         [
             "# What is supported",
             "",
-            "Written by `make matrix`, and compared with the code in every test run. A *no* is a refusal",
-            "before anything is launched, with the reason below; `yes` is held to the reference in",
-            "float64 by the shared grid of tests.",
+            "Written by `make matrix`, and compared with the code in every test run. A *no* is a",
+            "refusal before anything is launched, with the reason below; a `yes` is held to the",
+            "reference in float64 by the shared grid of tests.",
             "",
             "## Kernels",
             "",
