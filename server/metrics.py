@@ -88,6 +88,10 @@ class EngineFigures:
             return None
 
 
+_SHOWN: list["Figures"] = []
+"""What this process shows: the figures of its one service, if any."""
+
+
 @dataclass(eq=False, slots=True)
 class Figures(Collector):
     """Everything that is shown.
@@ -106,10 +110,10 @@ class Figures(Collector):
 
     def register(self) -> None:
         """Show them in every scrape of this process, in place of an earlier service's."""
-        for collector in list(REGISTRY._collector_to_names):
-            if isinstance(collector, Figures):
-                REGISTRY.unregister(collector)
+        while _SHOWN:
+            REGISTRY.unregister(_SHOWN.pop())
         REGISTRY.register(self)
+        _SHOWN.append(self)
 
     def describe(self) -> list[Metric]:
         """Nothing ahead: names are known from the first scrape on."""
