@@ -1,6 +1,7 @@
 """What all tests share: who is left out on this machine, and how hypothesis runs."""
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -24,6 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def vllm_as_installed() -> Iterator[None]:
+    """Leaves vLLM's registry and platform as they were, and starts without an override."""
+    if importlib.util.find_spec("vllm") is None:
+        yield
+        return
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    platform, custom = type(current_platform), AttentionBackendEnum.CUSTOM
+    stock = vars(platform).get("get_attn_backend_cls")
+    custom.clear_override()
+    yield
+    custom.clear_override()
+    if stock is not None:
+        platform.get_attn_backend_cls = stock
 
 
 def _num_gpus() -> int:

@@ -101,6 +101,7 @@ def test_the_driver_version_is_read(
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("vllm_as_installed")
 def test_custom_is_ours_in_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     said = capsys.readouterr().out

@@ -27,15 +27,9 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 
 
 @pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    """Leaves vLLM's registry and platform as they were."""
-    platform = type(current_platform)
-    stock = vars(platform)["get_attn_backend_cls"]
-    CUSTOM.clear_override()
+def _settings(vllm_as_installed: None) -> Iterator[None]:
     settings._load.cache_clear()
     yield
-    CUSTOM.clear_override()
-    platform.get_attn_backend_cls = stock
     settings._load.cache_clear()
 
 
