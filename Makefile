@@ -30,7 +30,7 @@ DEMO_ARGS = --served-model-name SmolLM2-135M-Instruct $(if $(filter cpu,$(DEVICE
 # The folder a command runs in stays off sys.path: `kernels` here is not the package `kernels`.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup serve test test-slow test-gpu bench fmt lint types lock matrix
+.PHONY: help setup serve test test-slow test-gpu bench fmt lint types lock matrix docs pages
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' \
@@ -78,6 +78,13 @@ types: setup  ## mypy, strict
 
 matrix: setup  ## write docs/support-matrix.md from the capability table
 	@$(VENV)/bin/python tools/support_matrix.py
+
+pages: setup  ## write docs/settings.md and docs/errors.md from the code
+	@$(VENV)/bin/python tools/reference_pages.py
+
+docs: setup  ## build the documentation as a site, in site/
+	@$(RUN) mkdocs build --quiet
+	@echo "docs: site/index.html"
 
 lock:  ## resolve requirements/*.in anew and write the pins to requirements/*.txt
 	@$(PYTHON) tools/lock.py cpu dev cuda
