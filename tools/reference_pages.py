@@ -90,7 +90,7 @@ def _default(field: Any) -> str:
 
 
 def _sentence(field: Any) -> str:
-    return str(field.description)
+    return str(field.description).replace("[", "\\[")
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
