@@ -80,7 +80,7 @@ matrix: setup  ## write docs/support-matrix.md from the capability table
 	@$(VENV)/bin/python tools/support_matrix.py
 
 pages: setup  ## write docs/settings.md and docs/errors.md from the code
-	@$(VENV)/bin/python tools/reference_pages.py
+	@PYTHONPATH=tools $(VENV)/bin/python tools/reference_pages.py
 
 docs: setup  ## build the documentation as a site, in site/
 	@$(RUN) mkdocs build --quiet

@@ -42,7 +42,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of `PAGES`, with links as they have to be in the folder of the others."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    texts = {"changelog.md": to_pages(changelog.replace("](docs/", "](")), "examples.md": examples()}
+    texts = {
+        "changelog.md": to_pages(changelog.replace("](docs/", "](")),
+        "examples.md": examples(),
+    }
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     return files

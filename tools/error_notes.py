@@ -1,4 +1,4 @@
-"""What `reference_pages.py` says beside the code's own words: when an error comes, and what to do."""
+"""What docs/errors.md says beside the code's own words: when an error comes, and what to do."""
 
 from typing import NamedTuple
 
@@ -47,18 +47,16 @@ HTTP = {
     "(--max-prompt-logprobs)": Note(
         "`prompt_logprobs` of a prompt of this length is too much",
         "ask for fewer, shorten the prompt, or raise `--max-prompt-logprobs`",
-        "TOKENS tokens of the prompt with EACH logprobs and their own are TOTAL logprobs, the limit "
-        "is LIMIT (--max-prompt-logprobs); ask for fewer, or about a shorter prompt",
+        "TOKENS tokens of the prompt with EACH logprobs and their own are TOTAL logprobs, the "
+        "limit is LIMIT (--max-prompt-logprobs); ask for fewer, or about a shorter prompt",
     ),
-    "return_progress is of type": Note(
-        "`return_progress` is neither true nor false", "correct it"
-    ),
+    "return_progress is of type": Note("`return_progress` is neither true nor false", "correct it"),
     "maximum context length": Note(
         "prompt and `max_tokens` together can never fit, in the model or in the KV cache",
         "shorten the prompt, ask for fewer tokens; a larger `--max-model-len` or cache",
-        "This model's maximum context length is N tokens, but the request needs TOTAL: PROMPT in the "
-        "prompt and REQUESTED requested, or PAGES KV pages of NUM_PAGES, each of PAGE_SIZE tokens; "
-        "WAY_OUT.",
+        "This model's maximum context length is N tokens, but the request needs TOTAL: PROMPT in "
+        "the prompt and REQUESTED requested, or PAGES KV pages of NUM_PAGES, each of PAGE_SIZE "
+        "tokens; WAY_OUT.",
     ),
     "which is what the queue holds": Note(
         "one request has more long prompts than may be read and wait together",
@@ -108,14 +106,11 @@ OF_VLLM = [
     ["501", "`NotImplementedError`", "the model or this vLLM does not do what is asked"],
 ]
 
-STREAMS = [
-    "A stream that has begun keeps its status 200; its end is an event with the error, then",
-    "`data: [DONE]` (of `/v1/messages`: `event: error`). A stream that ends without `[DONE]` was cut",
-    "on the way.",
-]
-
 WEBSOCKETS = [
-    (1008, "no key that this service knows; before the socket is accepted, so clients see HTTP 403"),
+    (
+        1008,
+        "no key that this service knows; before the socket is accepted, so clients see HTTP 403",
+    ),
     (1012, "the service is starting, draining or stopping"),
     (1013, "as many requests are open as may be; before it is accepted"),
 ]
@@ -123,7 +118,11 @@ WEBSOCKETS = [
 EXIT_CODES = [
     ("magi-serve", "0", "`--help`, `--version`"),
     ("magi-serve", "1", "a package that the command needs is not installed"),
-    ("magi-serve", "2", "an option or command is not known, or a value not accepted; so of each below"),
+    (
+        "magi-serve",
+        "2",
+        "an option or command is not known, or a value not accepted; so of each below",
+    ),
     ("magi-serve serve", "0", "SIGTERM or SIGINT ended it, whether or not requests were cut"),
     ("magi-serve serve", "1", "it could not start, or its engine died"),
     ("magi-serve complete", "0", "the answer is complete, or as long as it may be"),
