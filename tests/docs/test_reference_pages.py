@@ -53,7 +53,7 @@ def rows() -> list[tuple[int, str, str]]:
     found = []
     for status, kind, message in re.findall(r"^\| (\d{3}) \| `(\w+)` \| `(.+?)` \|", PAGE, re.M):
         pattern = re.sub(r"\b(?!JSON|UTF|KV|N\b)[A-Z][A-Z_]+(?: IS EXPECTED)?", "PART", message)
-        pattern = re.escape(pattern).replace("PART", ".+").replace(r"\.\.\.", ".*")
+        pattern = re.escape(pattern).replace("PART", ".+").replace(r";\ \.\.\.", "(; .+)?")
         found.append((int(status), kind, re.sub(r"\bN\b", ".+", pattern)))
     return found
 
@@ -66,7 +66,7 @@ MISTAKES = {
     "a long stop": PROMPT | {"stop": "x" * 1025},
     "bias": PROMPT | {"logit_bias": {str(i): 1 for i in range(1025)}},
     "progress": PROMPT | {"return_progress": "yes"},
-    "length": PROMPT | {"max_tokens": 5000},
+    "length": PROMPT | {"prompt": "x " * 50, "max_tokens": 1000},
     "field": PROMPT | {"temperature": []},
     "not JSON": b"{",
     "deep": b"[" * 65 + b"]" * 65,
