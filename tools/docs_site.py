@@ -52,8 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to files of `PAGES` to their pages."""
-    return to_pages(markdown, "../")
+    """Lead links to files of `PAGES` to their pages, and read what is folded away as Markdown."""
+    return to_pages(markdown, "../").replace("<details>", '<details markdown="1">')
 
 
 def to_pages(markdown: str, up: str = "") -> str:

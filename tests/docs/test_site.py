@@ -73,6 +73,12 @@ def test_examples_are_on_their_page_in_full(site: Path) -> None:
         assert f'id="{name.replace(".", "")}"' in html
 
 
+def test_no_table_is_left_as_text(site: Path) -> None:
+    """As it would be within HTML, or after a line of a list."""
+    for html in site.rglob("*.html"):
+        assert "| --- |" not in html.read_text(encoding="utf-8"), html.name
+
+
 def slug(heading: str) -> str:
     """A heading's anchor, the same on a repository's page and in the site for what we write."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading.strip().lower())
