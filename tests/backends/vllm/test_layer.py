@@ -13,7 +13,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+)
 
 from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.backend import MagiAttentionBackend
@@ -51,6 +55,7 @@ def builder(
     settings: dict[str, Any] | None = None,
     head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
+    kind: type[AttentionSpec] = FullAttentionSpec,
 ) -> MagiMetadataBuilder:
     names = [f"layer{i}" for i in range(len(layers))]
     speculative = spec_tokens and SimpleNamespace(
@@ -67,9 +72,7 @@ def builder(
         speculative_config=speculative,
         use_v2_model_runner=False,
     )
-    spec = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=dtype
-    )
+    spec = kind(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=dtype)
     return MagiMetadataBuilder(spec, names, config, torch.device("cpu"))
 
 
@@ -293,6 +296,40 @@ def test_sequences_may_look_ahead(causal: bool | Tensor, window: int | None) -> 
     batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
 
 
+@pytest.mark.parametrize("features", ["plain", "sinks", "window", "softcap", "8-bit cache"])
+def test_an_encoder_sees_its_new_tokens_both_ways(features: str) -> None:
+    options: dict[str, Any] = {
+        "plain": {},
+        "sinks": {"sinks": torch.linspace(-1, 3, HEADS)},
+        "window": {"sliding_window": 4},
+        "softcap": {"logits_soft_cap": 0.5},
+        "8-bit cache": {"kv_cache_dtype": "fp8"},
+    }[features]
+    batch = Batch([(n, n) for n in (5, 1, 33, 100)], pad_rows=3, pad_seqs=2, causal=False)
+    one = layer(attn_type=AttentionType.ENCODER_ONLY, **options)
+    planner = builder(one, kind=EncoderOnlyAttentionSpec)
+    assert one.impl.kernel_name == "cpu"
+    none = torch.empty(0)
+    metadata = planner.build(0, batch.common)
+    output = poisoned(batch.q.shape, torch.float32)
+    one.impl.do_kv_cache_update(one, batch.k, batch.v, none, metadata.slot_mapping)
+    out = one.impl.forward(one, batch.q, batch.k, batch.v, none, metadata, output)
+    batch.check(out, one.impl, options.get("sinks"))
+
+
+def test_an_encoder_asks_for_no_cuda_graphs() -> None:
+    one = layer(attn_type=AttentionType.ENCODER_ONLY)
+    made = builder(one, kind=EncoderOnlyAttentionSpec)
+    support = MagiMetadataBuilder.get_cudagraph_support(made.vllm_config, made.kv_cache_spec)
+    assert support == AttentionCGSupport.NEVER
+
+
+def test_an_encoder_that_only_a_kernel_for_tests_can_do_is_refused() -> None:
+    one = layer(attn_type=AttentionType.ENCODER_ONLY)
+    with pytest.raises(NoKernelError, match="reference, which is for tests"):
+        builder(one, kind=EncoderOnlyAttentionSpec, head_dim=2048)
+
+
 def test_verification_of_drafts_counts_as_decode() -> None:
     one = layer()
     group = builder(one, spec_tokens=3)
@@ -387,7 +424,6 @@ def test_sinks_are_kept_in_fp32_and_taken_over_again_in_place() -> None:
     ("options", "named"),
     [
         ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
         ({"chunk_lookback": 1}, "chunk_lookback=1"),
         ({"novelty": torch.ones(2)}, "novelty"),
