@@ -37,9 +37,9 @@ def why_not(**fields: Any) -> list[str]:
 class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is untyped here
     """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches.
 
-    Encoders have no cache: there it is over the packed new tokens. What we do not override keeps
-    vLLM's refusing default: MLA, sparse and cross attention, bidirectional image spans, batch
-    invariance, R-SWA, DCP and PCP.
+    Cross attention is over a cache of the encoder's tokens. Encoders have none: there it is over
+    the packed new tokens. What we do not override keeps vLLM's refusing default: MLA, sparse
+    attention, bidirectional image spans, batch invariance, R-SWA, DCP and PCP.
     """
 
     forward_includes_kv_cache_update = False

@@ -9,7 +9,7 @@ import torch
 from magi_serve.settings import CONFIG_KEY, Settings, load_settings
 from magi_serve.types import ScaleKind
 
-ATTENTION_TYPES = ("decoder", "encoder_only")
+ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
 """vLLM's types of attention layers that we compute."""
 
 WAY_OUT = "--attention-backend auto leaves the choice to vLLM"

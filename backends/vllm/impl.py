@@ -17,7 +17,8 @@ from magi_serve.types import SinkSpec
 
 
 class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped here
-    """A layer's attention: causal over the cache, or both ways among new tokens in an encoder.
+    """A layer's attention: over the cache, its own or an encoder's tokens; or, in an encoder, both
+    ways among new tokens.
 
     Args:
         num_heads, head_size, scale, num_kv_heads: as in vLLM; `scale` multiplies q·k.
