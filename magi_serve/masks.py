@@ -124,6 +124,53 @@ class AttentionSlices:
             object.__setattr__(self, name, value)
         self._check_disjoint()
 
+    @classmethod
+    def of_sequences(
+        cls, cu_seqlens: Sequence[int] | np.ndarray | Tensor, window: int | None = None
+    ) -> AttentionSlices:
+        """Packed sequences whose tokens see each other both ways, as in an encoder.
+
+        Args:
+            cu_seqlens: ``[num_sequences + 1]`` host integers, non-decreasing from 0: sequence ``s``
+                is the rows and the keys ``[cu_seqlens[s], cu_seqlens[s + 1])``.
+            window: how many further keys to either side of its own a row sees; None for all.
+
+        Raises:
+            ArgumentError: `cu_seqlens` decreases or does not begin at 0; `window` is no count.
+            DTypeError: something else than integers is given.
+        """
+        cu = _integers("cu_seqlens", cu_seqlens)
+        if cu.ndim != 1 or not len(cu) or cu[0] or (np.diff(cu) < 0).any():
+            raise ArgumentError(
+                "cu_seqlens is not accepted; expected [num_sequences + 1] integers, non-decreasing "
+                "from 0"
+            )
+        if window is not None and (type(window) is not int or window < 0):
+            raise ArgumentError(
+                f"window={window!r} is not accepted; expected a count of further keys >= 0, or "
+                "None for all"
+            )
+        begin, end = cu[:-1], cu[1:]
+        if window is None:
+            ranges = np.stack([begin, end], 1)
+            return cls(ranges, ranges)
+        # Rows whose window is cut off by the sequence's start, by both ends, by none, by its end.
+        head_end = np.minimum(begin + window, end)
+        tail_begin = np.maximum(end - window, begin)
+        first, second = np.minimum(head_end, tail_begin), np.maximum(head_end, tail_begin)
+        inner = np.where(head_end < tail_begin, MaskType.BI_CAUSAL, MaskType.FULL)
+        parts = (
+            (begin, first, begin, first + window, MaskType.CAUSAL),
+            (first, second, begin, end, inner),
+            (second, end, second - window, end, MaskType.INV_CAUSAL),
+        )
+        rows = [
+            np.stack([*np.broadcast_arrays(*part)], 1)[part[0] < part[1]].astype(np.int64)
+            for part in parts
+        ]
+        table = np.concatenate(rows)
+        return cls(table[:, :2], table[:, 2:4], table[:, 4])
+
     def __len__(self) -> int:
         return len(self.mask_types)
 

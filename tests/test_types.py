@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from magi_serve import AttentionSlices, MaskType, PagedKV, SinkSpec, ffa_attention
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from magi_serve.kernels.ffa.reference import slices_mask
 from magi_serve.masks import UNBOUNDED
 from magi_serve.testing import make_slices
 from magi_serve.types import AttentionProblem
@@ -130,6 +131,44 @@ def test_slices_may_be_none_at_all() -> None:
     for empty in ([], np.zeros((0, 2), dtype=np.int32), torch.zeros(0, 2, dtype=torch.int32)):
         assert len(AttentionSlices(empty, empty)) == 0
     assert AttentionSlices([], [], []).bands().shape == (0, 6)
+
+
+@many
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=5),
+    window=st.none() | st.integers(0, 14),
+)
+def test_packed_sequences_see_their_own_keys_within_the_window(
+    lengths: list[int], window: int | None
+) -> None:
+    cu_seqlens = np.cumsum([0, *lengths])
+    total = int(cu_seqlens[-1])
+    slices = AttentionSlices.of_sequences(cu_seqlens, window)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=int))
+    at = torch.arange(total)
+    expected = owner[:, None] == owner[None]
+    if window is not None:
+        expected &= (at[:, None] - at[None]).abs() <= window
+    assert torch.equal(slices_mask(slices, total, total, torch.device("cpu")), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([0, 3, 2],), ArgumentError, "cu_seqlens is not accepted; expected .* non-decreasing"),
+        (([1, 3],), ArgumentError, "from 0"),
+        (([],), ArgumentError, "num_sequences"),
+        (([[0, 1]],), ArgumentError, "num_sequences"),
+        (([0, 1.5],), DTypeError, "cu_seqlens has dtype float64"),
+        (([0, 2], -1), ArgumentError, "window=-1 is not accepted"),
+        (([0, 2], 1.5), ArgumentError, "window=1.5 is not accepted"),
+    ],
+)
+def test_sequences_that_make_no_sense_are_refused(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        AttentionSlices.of_sequences(*arguments)
 
 
 def test_slices_are_full_unless_told_otherwise() -> None:

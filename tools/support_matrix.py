@@ -256,6 +256,12 @@ FEATURES: dict[str, tuple[Answer, str, str, str]] = {
         f"yes, not over an 8-bit cache ({TRITON}:391, 772)",
         f"no ({FI}:2053)",
     ),
+    "cross attention": (
+        selected(attn_type="encoder_decoder"),
+        f"yes ({FA}:408)",
+        f"yes ({TRITON}:397)",
+        "no (backend.py:251)",
+    ),
     "images that see both ways (mm_prefix)": (
         selected(use_mm_prefix=True),
         f"FA4 only ({FA}:448)",

@@ -37,7 +37,8 @@ def why_not(**fields: Any) -> list[str]:
 class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is untyped here
     """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches.
 
-    What we do not override keeps vLLM's refusing default: MLA, sparse attention, cross and encoder
+    Cross attention is over a cache of the encoder's tokens. Encoders have none: there it is over
+    the packed new tokens. What we do not override keeps vLLM's refusing default: MLA, sparse
     attention, bidirectional image spans, batch invariance, R-SWA, DCP and PCP.
     """
 
@@ -102,6 +103,10 @@ class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is u
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return not why_not(window=True)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in compat.ATTENTION_TYPES
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -9,6 +9,9 @@ import torch
 from magi_serve.settings import CONFIG_KEY, Settings, load_settings
 from magi_serve.types import ScaleKind
 
+ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
+"""vLLM's types of attention layers that we compute."""
+
 WAY_OUT = "--attention-backend auto leaves the choice to vLLM"
 
 
@@ -58,6 +61,13 @@ def stored(name: str | None, model_dtype: torch.dtype) -> Stored | None:
         return Stored(model_dtype, "none")
     dtype = getattr(torch, str(name), None)
     return Stored(dtype, "none") if isinstance(dtype, torch.dtype) else QUANTISED.get(str(name))
+
+
+def is_encoder(kv_cache_spec: Any) -> bool:
+    """Whether the layers of this spec see each other's new tokens and have no cache."""
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+    return isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:

@@ -11,13 +11,14 @@ from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.kv import LayerPages
 from magi_serve.backends.vllm.metadata import MagiMetadata, Variant
 from magi_serve.errors import ArgumentError, ShapeError
-from magi_serve.kernels.ffa.api import paged_attention
+from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
 from magi_serve.kernels.paged.store import write_kv
 from magi_serve.types import SinkSpec
 
 
 class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped here
-    """A decoder layer's attention.
+    """A layer's attention: over the cache, its own or an encoder's tokens; or, in an encoder, both
+    ways among new tokens.
 
     Args:
         num_heads, head_size, scale, num_kv_heads: as in vLLM; `scale` multiplies q·k.
@@ -64,10 +65,10 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         if alibi_slopes is not None:
             raise _refusal("alibi_slopes", "ALiBi is not computed")
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in compat.ATTENTION_TYPES:
             raise _refusal(
                 f"attn_type={AttentionType(attn_type).value}",
-                "only causal decoder layers are computed",
+                f"only layers of type {' or '.join(compat.ATTENTION_TYPES)} are computed",
             )
         if self.dcp_world_size > 1:
             raise _refusal(
@@ -83,7 +84,8 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             )
         self._sink_weights = sinks
         self._sink: SinkSpec | None = None
-        quantised = compat.QUANTISED.get(kv_cache_dtype)
+        is_encoder = attn_type == AttentionType.ENCODER_ONLY
+        quantised = None if is_encoder else compat.QUANTISED.get(kv_cache_dtype)
         self._pages = LayerPages(head_size, quantised)
         self.variant = Variant(
             num_heads, sliding_window, int(sinks is not None), self.softcap > 0, quantised
@@ -102,7 +104,12 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write `key` and `value` ``[rows, num_kv_heads, head_dim]``; slots below 0 get nothing."""
+        """Write `key` and `value` ``[rows, num_kv_heads, head_dim]``; slots below 0 get nothing.
+
+        An encoder's layers have no cache.
+        """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return
         write_kv(key, value, self._pages.of(kv_cache, layer), slot_mapping[: key.shape[0]])
 
     def forward(
@@ -119,8 +126,9 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
     ) -> Tensor:
         """Attention of `query` ``[rows, num_heads, head_dim]`` over the cache, into `output`.
 
-        Rows past the batch's tokens pad a CUDA graph and come out as zeros; so do all rows in
-        vLLM's profile run, which has no metadata.
+        In an encoder it is over `key` and `value` ``[rows, num_kv_heads, head_dim]``. Rows
+        past the batch's tokens pad a CUDA graph and come out as zeros; so do all rows in vLLM's
+        profile run, which has no metadata.
         """
         if output_scale is not None or output_block_scale is not None:
             raise _refusal("output_scale", "output is not quantised")
@@ -131,6 +139,22 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             self.process_weights_after_loading(query.dtype)
         batch = attn_metadata
         rows = batch.num_tokens
+        if rows < output.shape[0]:
+            output[rows:].zero_()
+        if batch.slices_for is not None:
+            assert key is not None and value is not None
+            ffa_attention(
+                query[:rows],
+                key[:rows],
+                value[:rows],
+                batch.slices_for(self.variant),
+                softmax_scale=self.scale,
+                softcap=self.softcap,
+                sink=self._sink,
+                out=output[:rows],
+                kernel=batch.kernel,
+            )
+            return output
         pages = self._pages.of(kv_cache, layer)
         plan = batch.plan_for(self.variant)
         paged_attention(
@@ -145,8 +169,6 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             out=output[:rows],
             plan=plan,
         )
-        if rows < output.shape[0]:
-            output[rows:].zero_()
         return output
 
 

@@ -4,8 +4,9 @@ Plans are made on the device and, for batches of decodes, live in buffers that n
 captured CUDA graphs replay over them. Nothing here waits for the device.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,10 +20,12 @@ from vllm.v1.attention.backend import (
 from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.plan_time import plan_time
 from magi_serve.errors import NoKernelError
-from magi_serve.kernels.capabilities import SPECS
+from magi_serve.kernels.capabilities import SPECS, KernelSpec
+from magi_serve.kernels.dispatch import choose_kernel
 from magi_serve.kernels.ffa.plan import PagedPlan, Window
 from magi_serve.kernels.ffa.planner import PagedPlanner
-from magi_serve.kernels.ffa.warmup import warm_up
+from magi_serve.kernels.ffa.warmup import warm_up, warm_up_sequences
+from magi_serve.masks import AttentionSlices
 from magi_serve.types import AttentionProblem
 
 
@@ -55,6 +58,10 @@ class MagiMetadata(AttentionMetadata):  # type: ignore[misc]  # vllm is untyped 
     slot_mapping: Tensor
     causal: bool | Tensor
     plan_for: Callable[[Variant], PagedPlan]
+    slices_for: Callable[[Variant], AttentionSlices] | None = None
+    """Masks over the packed new tokens, for layers without a cache; None for those with one."""
+    kernel: str | None = None
+    """The kernel that the settings force, for layers without a cache."""
 
 
 class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vllm is untyped here
@@ -74,18 +81,25 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
         self._kernel = compat.settings_of(vllm_config).forced_kernel
         self._planners: dict[tuple[Variant, Window | None], PagedPlanner] = {}
         self.variants: set[Variant] = set()
+        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._is_encoder = compat.is_encoder(kv_cache_spec)
+        if self._is_encoder:
+            self._prepare_encoder(compat.layers_of(vllm_config, layer_names))
+            return
         for layer in compat.layers_of(vllm_config, layer_names):
             self.variants.add(layer.impl.variant)
             layer.impl.kernel_name = self._planner(layer.impl.variant, True).spec.name
         for planner in self._planners.values():
             warm_up(
                 planner,
-                max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                max_tokens=self._max_tokens,
                 max_decode_q_len=self.reorder_batch_threshold,
             )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        if compat.is_encoder(kv_cache_spec):
+            return AttentionCGSupport.NEVER  # masks are made on the host
         kernel = compat.settings_of(vllm_config).kernel
         planned = all(spec.planned for spec in SPECS if spec.name == kernel)
         return cls._cudagraph_support if planned else AttentionCGSupport.NEVER
@@ -102,14 +116,36 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                 window=key[1],
                 kernel=self._kernel,
             )
-            if self._kernel is None and not planner.spec.planned:
-                raise NoKernelError(
-                    f"only the kernel {planner.spec.name}, which is for tests, can do "
-                    f"{planner.problem}; {compat.WAY_OUT}",
-                    {spec.name: spec.why_not(planner.problem) for spec in SPECS},
-                )
+            self._check_served(planner.spec, planner.problem)
             self._planners[key] = planner
         return self._planners[key]
+
+    def _check_served(self, chosen: KernelSpec, problem: AttentionProblem) -> None:
+        """Refuse a kernel that is for tests, unless the settings name it."""
+        if self._kernel is None and not chosen.planned:
+            raise NoKernelError(
+                f"only the kernel {chosen.name}, which is for tests, can do {problem}; "
+                f"{compat.WAY_OUT}",
+                {spec.name: spec.why_not(problem) for spec in SPECS},
+            )
+
+    def _prepare_encoder(self, layers: list[Any]) -> None:
+        """Choose and warm up what an encoder's layers launch: attention under slices."""
+        for layer in layers:
+            variant = layer.impl.variant
+            problem = replace(self._problem(variant), page_size=None, window=False)
+            chosen = choose_kernel(problem, self._kernel)
+            self._check_served(chosen, problem)
+            layer.impl.kernel_name = chosen.name
+            if variant not in self.variants:
+                self.variants.add(variant)
+                warm_up_sequences(
+                    problem,
+                    window=_beside(variant.window),
+                    max_tokens=self._max_tokens,
+                    device=self.device,
+                    kernel=self._kernel,
+                )
 
     def _problem(self, variant: Variant) -> AttentionProblem:
         device, arch = compat.platform()
@@ -139,6 +175,8 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
     ) -> MagiMetadata:
         batch = common_attn_metadata
         num_seqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
+        if self._is_encoder:
+            return self._build_encoder(batch)
         num_decodes, num_decode_tokens = leading_decodes(
             batch.query_start_loc_cpu,
             num_seqs,
@@ -177,10 +215,38 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             plan_for=plan_for,
         )
 
+    def _build_encoder(self, batch: Any) -> MagiMetadata:
+        """An encoder's sequences are new as a whole: a mask over their rows, made on the host."""
+        cu_seqlens = batch.query_start_loc_cpu[: batch.num_reqs + 1]
+
+        @functools.cache
+        def slices_for(variant: Variant) -> AttentionSlices:
+            return AttentionSlices.of_sequences(cu_seqlens, _beside(variant.window))
+
+        def plan_for(variant: Variant) -> PagedPlan:
+            raise AssertionError("an encoder's layers have no pages")
+
+        return MagiMetadata(
+            num_tokens=batch.num_actual_tokens,
+            cu_seqlens_q=batch.query_start_loc,
+            seqlens_k=batch.seq_lens,
+            page_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            causal=False,
+            plan_for=plan_for,
+            slices_for=slices_for,
+            kernel=self._kernel,
+        )
+
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MagiMetadata:
         # Capture runs the kernels: with sequences of max_model_len that would take minutes.
         common_attn_metadata.seq_lens.fill_(max(1, common_attn_metadata.max_query_len))
         return self.build(0, common_attn_metadata)
+
+
+def _beside(window: int | None) -> int | None:
+    """How many further keys to either side vLLM's `window` means, which counts the row's own."""
+    return None if window is None else window - 1
 
 
 def leading_decodes(

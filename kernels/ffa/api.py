@@ -39,6 +39,7 @@ def ffa_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
+    out: Tensor | None = None,
     return_max_logits: bool = False,
     kernel: str | None = None,
 ) -> AttentionOutput:
@@ -56,6 +57,7 @@ def ffa_attention(
         softmax_scale: None means ``head_dim ** -0.5``.
         softcap: tanh cap on scaled logits, 0 for none.
         sink: learnable sink logits, per head or per token and head.
+        out: where to write, ``[total_q, num_q_heads, head_dim_v]`` in q's dtype, last stride 1.
         return_max_logits: also return the largest logit of each head.
         kernel: a kernel's name to force it, None to let dispatch choose.
 
@@ -79,6 +81,7 @@ def ffa_attention(
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1])
     check_types(bool, return_max_logits=return_max_logits)
+    _check_out(out, q, v)
     problem = _problem(q, k, v, sink=sink, softcap=softcap, max_logits=return_max_logits)
     spec = choose_kernel(problem, kernel)
     module = spec.load()
@@ -86,13 +89,13 @@ def ffa_attention(
         result: AttentionOutput = module.ffa_attention_ref(
             q, k, v, slices, softmax_scale=scale, softcap=softcap, sink=_on(sink, q)
         )
-        return _finish(result, None, return_max_logits)
+        return _finish(result, out, return_max_logits)
     parts: tuple[Plan, ...] = ()
     if q.shape[0]:
         config = module.tile_config(problem, "slices", q.shape[0])
         parts = (plan_slices(slices, q.shape[0], config, problem, q.device),)
     return _launch(
-        spec, q, k, v, None, parts, scale, softcap, sink, out=None, max_logits=return_max_logits
+        spec, q, k, v, None, parts, scale, softcap, sink, out=out, max_logits=return_max_logits
     )
 
 
@@ -169,15 +172,7 @@ def paged_attention(
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1])
     check_types(bool, return_max_logits=return_max_logits)
-    if out is not None:
-        check_types(Tensor, out=out)
-        expected = (*q.shape[:2], kv.v.shape[-1])
-        if out.shape != expected:
-            raise ShapeError(f"out has shape {tuple(out.shape)}; expected {list(expected)}")
-        if out.dtype != q.dtype:
-            raise DTypeError(f"out is {out.dtype}; expected q's {q.dtype}")
-        _check_device("out", out, q)
-        _check_dense("out", out)
+    _check_out(out, q, kv.v)
     problem = _problem(
         q,
         kv.k,
@@ -415,6 +410,19 @@ def _check_dense(name: str, x: Tensor) -> None:
         raise ArgumentError(
             f"{name} has strides {x.stride()}; the last one must be 1: call {name}.contiguous()"
         )
+
+
+def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out is None:
+        return
+    check_types(Tensor, out=out)
+    expected = (*q.shape[:2], v.shape[-1])
+    if out.shape != expected:
+        raise ShapeError(f"out has shape {tuple(out.shape)}; expected {list(expected)}")
+    if out.dtype != q.dtype:
+        raise DTypeError(f"out is {out.dtype}; expected q's {q.dtype}")
+    _check_device("out", out, q)
+    _check_dense("out", out)
 
 
 def _check_slices(slices: AttentionSlices, total_q: int, total_k: int) -> None:

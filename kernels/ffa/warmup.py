@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import torch
 
-from magi_serve.kernels.ffa.api import paged_attention
+from magi_serve.kernels.ffa.api import ffa_attention, paged_attention
 from magi_serve.kernels.ffa.plan import PagedPlan, Regime, TileConfig
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.paged.layout import slot_size, split_slots
 from magi_serve.kernels.paged.store import write_kv
-from magi_serve.types import PagedKV, SinkSpec
+from magi_serve.masks import AttentionSlices
+from magi_serve.types import AttentionProblem, PagedKV, SinkSpec
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +145,52 @@ def _sizes(
             few = min(size, planner.max_seqs)
             yield False, [*[1] * (few - 1), size - few + 1]
         rows = last + 1
+
+
+def warm_up_sequences(
+    problem: AttentionProblem,
+    *,
+    window: int | None,
+    max_tokens: int,
+    device: torch.device,
+    kernel: str | None = None,
+) -> int:
+    """Launch attention of packed sequences, both ways, for numbers of rows up to `max_tokens`.
+
+    Tiles and splits depend on how many rows there are: each power of two is launched once.
+
+    Args:
+        problem: heads, dims, dtypes, sinks and soft cap; kernels that are not compiled launch
+            nothing.
+        window: as in `AttentionSlices.of_sequences`.
+        max_tokens: most rows of a batch.
+        device: where they will be.
+        kernel: a kernel's name to force it.
+
+    Returns:
+        How many batches were launched.
+    """
+    if problem.device != "cuda":
+        return 0
+    heads = problem.num_q_heads, problem.num_kv_heads, problem.num_kv_heads
+    dims = problem.head_dim, problem.head_dim, problem.head_dim_v
+    widths = [n * dim for n, dim in zip(heads, dims, strict=True)]
+    logits = torch.zeros(problem.sinks, problem.num_q_heads, device=device)
+    rows = [1 << n for n in range(max_tokens.bit_length()) if 1 << n < max_tokens] + [max_tokens]
+    for count in rows:
+        # Views of one product, as layers make them.
+        qkv = torch.zeros(count, sum(widths), dtype=problem.q_dtype, device=device)
+        q, k, v = (
+            x.unflatten(-1, (n, dim))
+            for x, n, dim in zip(qkv.split(widths, -1), heads, dims, strict=True)
+        )
+        ffa_attention(
+            q,
+            k,
+            v,
+            AttentionSlices.of_sequences([0, count], window),
+            softcap=float(problem.softcap),
+            sink=SinkSpec(logits) if problem.sinks else None,
+            kernel=kernel,
+        )
+    return len(rows)

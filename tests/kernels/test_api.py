@@ -95,6 +95,14 @@ BAD_OPERANDS = {
     ),
     "k spread out": (ArgumentError, {"k": spread(20, 2, 64)}, r"call k.contiguous\(\)"),
     "v spread out": (ArgumentError, {"v": spread(20, 2, 64)}, r"call v.contiguous\(\)"),
+    "out of other shape": (
+        ShapeError,
+        {"out": zeros(10, 4, 32)},
+        r"out has shape \(10, 4, 32\); expected \[10, 4, 64\]",
+    ),
+    "out of other dtype": (DTypeError, {"out": zeros(10, 4, 64, dtype=FP16)}, r"out is .*float16"),
+    "out elsewhere": (DeviceError, {"out": zeros(10, 4, 64, device="meta")}, r"out is on meta"),
+    "out spread out": (ArgumentError, {"out": spread(10, 4, 64)}, r"out has strides"),
 }
 
 
@@ -201,7 +209,7 @@ NOT_A_TENSOR = {"list": [[0.0]], "array": np.zeros((4, 4, 64), dtype=np.float32)
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        *((slices_call, name) for name in ("q", "k", "v")),
+        *((slices_call, name) for name in ("q", "k", "v", "out")),
         *((paged_call, name) for name in ("q", "cu_seqlens_q", "out")),
     ],
 )

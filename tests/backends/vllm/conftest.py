@@ -13,6 +13,7 @@ import pytest
 import torch
 
 VOCAB = 512
+ENCODERS = ("bert", "modernbert")
 DRIVER = Path(__file__).with_name("drive.py")
 Drive = Callable[..., dict[str, Any]]
 
@@ -59,6 +60,21 @@ def _config(name: str) -> Any:
             rope_parameters=rope,
             **common,
         )
+    if name in ENCODERS:
+        del common["num_key_value_heads"], common["bos_token_id"], common["eos_token_id"]
+        del common["tie_word_embeddings"]
+        common |= {"intermediate_size": 256, "num_hidden_layers": 3}
+        if name == "bert":
+            return t.BertConfig(**common)
+        return t.ModernBertConfig(
+            local_attention=16,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            bos_token_id=0,
+            eos_token_id=1,
+            cls_token_id=0,
+            sep_token_id=1,
+            **common,
+        )
     assert name == "mla"
     common["num_key_value_heads"] = common["num_attention_heads"]
     return t.DeepseekV2Config(
@@ -82,7 +98,12 @@ def _make(name: str, folder: Path) -> None:
     if name == "mla":
         config.save_pretrained(folder)
         return
-    classes = {"llama": t.LlamaForCausalLM, "qwen3": t.Qwen3ForCausalLM}
+    classes = {
+        "llama": t.LlamaForCausalLM,
+        "qwen3": t.Qwen3ForCausalLM,
+        "bert": t.BertModel,
+        "modernbert": t.ModernBertModel,
+    }
     torch.manual_seed(0)
     model = classes.get(name, t.GptOssForCausalLM)(config).to(torch.float32)
     with torch.no_grad():
@@ -96,11 +117,24 @@ def _make(name: str, folder: Path) -> None:
                 # Large weights, so that the likeliest token leads by far more than rounding.
                 p.copy_(noise * 1.4 / p.shape[-1] ** 0.5)
     model.save_pretrained(folder)
+    if name in ENCODERS:  # vLLM's pooling runner starts with a tokenizer only
+        _word_tokenizer().save_pretrained(folder)
+
+
+def _word_tokenizer() -> Any:
+    """A tokenizer of `VOCAB` words."""
+    import transformers as t
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{i}": i for i in range(VOCAB)}
+    return t.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), mla.
+    """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), mla,
+    bert and modernbert (encoders; the latter's second and third layer have a window).
 
     gptoss-gpu is a larger gptoss; mla is a configuration without weights.
     """

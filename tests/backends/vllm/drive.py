@@ -2,7 +2,8 @@
 
 Started by the tests as a process of its own: ``drive.py job.json result.json``. A job is a list of
 engines: ``{"model", "options": LLM keywords, "runs": [{"prompts", "sampling"}]}``. A run
-``{"score": i}`` reads what engine `i` continued in its first run, and gives log-probs of that.
+``{"score": i}`` reads what engine `i` continued in its first run, and gives log-probs of that;
+``{"embed": prompts}`` gives what an encoder makes of each token.
 """
 
 import json
@@ -81,6 +82,27 @@ def generate(llm: Any, run: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
+def embed(llm: Any, prompts: list[list[int]]) -> list[list[list[float]]]:
+    """What an encoder makes of each token."""
+    from vllm import PoolingParams
+
+    outputs = llm.encode(
+        [{"prompt_token_ids": p} for p in prompts],
+        PoolingParams(use_activation=False),
+        pooling_task="token_embed",
+        use_tqdm=False,
+    )
+    return [output.outputs.data.float().tolist() for output in outputs]
+
+
+def perform(llm: Any, run: dict[str, Any], results: list[dict[str, Any]]) -> Any:
+    if "embed" in run:
+        return embed(llm, run["embed"])
+    if "score" in run:
+        return score(llm, results[run["score"]]["runs"][0])
+    return generate(llm, run)
+
+
 def main() -> None:
     with open(sys.argv[1]) as f:
         job = json.load(f)
@@ -98,10 +120,7 @@ def main() -> None:
             result["error"] = f"{type(error).__name__}: {error}"
             continue
         result["layers"] = llm.collective_rpc(watch)[0]
-        result["runs"] = [
-            score(llm, results[run["score"]]["runs"][0]) if "score" in run else generate(llm, run)
-            for run in engine["runs"]
-        ]
+        result["runs"] = [perform(llm, run, results) for run in engine["runs"]]
         result["calls"] = llm.collective_rpc(calls)[0]
         llm.llm_engine.engine_core.shutdown()
         del llm

@@ -155,6 +155,38 @@ def test_the_log_names_the_kernel(ours: dict[str, Any]) -> None:
     assert "kernel cpu for cpu, torch.float32 q" in ours["report"]["log"]
 
 
+def test_encoders_give_the_embeddings_of_transformers(
+    drive: Callable[..., Any],
+    engine: Callable[..., Any],
+    prompts: list[list[int]],
+    checkpoint: Callable[[str], str],
+) -> None:
+    from transformers import AutoModel
+
+    models = ("bert", "modernbert")
+    job = {"embed": prompts}
+    # A prompt is read as a whole: vLLM does not cut an encoder's into chunks.
+    options = {
+        "runner": "pooling",
+        "pooler_config": {"task": "token_embed"},
+        "max_num_batched_tokens": 512,
+        "skip_tokenizer_init": False,
+    }
+    report = drive(*(engine(model, job, **options) for model in models))
+    for model, result in zip(models, report["engines"], strict=True):
+        assert "error" not in result, report["log"][-6000:]
+        assert result["layers"]["impls"] == [IMPL]
+        assert result["layers"]["kernels"] == ["cpu"]
+        assert result["calls"] > 0
+        eager = AutoModel.from_pretrained(
+            checkpoint(model), dtype=torch.float32, attn_implementation="eager"
+        )
+        for prompt, embedded in zip(prompts, result["runs"][0], strict=True):
+            with torch.no_grad():
+                expected = eager(torch.tensor([prompt])).last_hidden_state[0]
+            torch.testing.assert_close(torch.tensor(embedded), expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("version", ["0.28", "0.30"])
 def test_the_same_plugin_works_under_older_vllm(
     version: str,

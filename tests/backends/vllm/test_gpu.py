@@ -171,3 +171,31 @@ def test_verifying_drafts_under_cuda_graphs_changes_no_logprob(
         scoring(engine, "llama", "CUSTOM"),
     )
     assert_alike(drafted, plain)
+
+
+def test_an_encoder_gives_what_triton_attn_gives(
+    drive: Callable[..., Any], engine: Callable[..., Any], prompts: list[list[int]]
+) -> None:
+    rng = random.Random(1)
+    long = [rng.randrange(3, 512) for _ in range(3000)]
+    options = {
+        "runner": "pooling",
+        "pooler_config": {"task": "token_embed"},
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "gpu_memory_utilization": 0.05,
+        "skip_tokenizer_init": False,
+    }
+    run = {"embed": [*prompts, long]}
+    jobs = [
+        engine("modernbert", run, backend=name, **options) for name in ("CUSTOM", "TRITON_ATTN")
+    ]
+    report = drive(*jobs)
+    ours, theirs = report["engines"]
+    assert "error" not in ours and "error" not in theirs, report["log"][-6000:]
+    assert ours["layers"]["impls"] == ["magi_serve.backends.vllm.impl.MagiAttentionImpl"]
+    assert ours["layers"]["impls"] != theirs["layers"]["impls"]
+    for mine, others in zip(ours["runs"][0], theirs["runs"][0], strict=True):
+        a, b = torch.tensor(mine), torch.tensor(others)
+        assert float((a - b).norm() / b.norm()) < 0.03

@@ -11,9 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+)
 
 from magi_serve.backends.vllm import compat
 from magi_serve.backends.vllm.backend import MagiAttentionBackend
@@ -51,6 +57,8 @@ def builder(
     settings: dict[str, Any] | None = None,
     head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
+    kind: type[AttentionSpec] = FullAttentionSpec,
+    cls: type[MagiMetadataBuilder] = MagiMetadataBuilder,
 ) -> MagiMetadataBuilder:
     names = [f"layer{i}" for i in range(len(layers))]
     speculative = spec_tokens and SimpleNamespace(
@@ -67,10 +75,8 @@ def builder(
         speculative_config=speculative,
         use_v2_model_runner=False,
     )
-    spec = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=dtype
-    )
-    return MagiMetadataBuilder(spec, names, config, torch.device("cpu"))
+    spec = kind(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=head_dim, dtype=dtype)
+    return cls(spec, names, config, torch.device("cpu"))
 
 
 class Batch:
@@ -293,6 +299,110 @@ def test_sequences_may_look_ahead(causal: bool | Tensor, window: int | None) -> 
     batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
 
 
+@pytest.mark.parametrize("features", ["plain", "sinks", "window", "softcap", "8-bit cache"])
+def test_an_encoder_sees_its_new_tokens_both_ways(features: str) -> None:
+    options: dict[str, Any] = {
+        "plain": {},
+        "sinks": {"sinks": torch.linspace(-1, 3, HEADS)},
+        "window": {"sliding_window": 4},
+        "softcap": {"logits_soft_cap": 0.5},
+        "8-bit cache": {"kv_cache_dtype": "fp8"},
+    }[features]
+    batch = Batch([(n, n) for n in (5, 1, 33, 100)], pad_rows=3, pad_seqs=2, causal=False)
+    one = layer(attn_type=AttentionType.ENCODER_ONLY, **options)
+    planner = builder(one, kind=EncoderOnlyAttentionSpec)
+    assert one.impl.kernel_name == "cpu"
+    none = torch.empty(0)
+    metadata = planner.build(0, batch.common)
+    output = poisoned(batch.q.shape, torch.float32)
+    one.impl.do_kv_cache_update(one, batch.k, batch.v, none, metadata.slot_mapping)
+    out = one.impl.forward(one, batch.q, batch.k, batch.v, none, metadata, output)
+    batch.check(out, one.impl, options.get("sinks"))
+
+
+@pytest.mark.parametrize("stored", ["auto", "fp8_per_token_head"])
+def test_a_decoder_sees_all_of_its_encoder_and_again_from_the_cache(stored: str) -> None:
+    crossing = create_cross_attention_backend(MagiAttentionBackend)
+    impl = crossing.get_impl_cls()(
+        HEADS,
+        HEAD_DIM,
+        HEAD_DIM**-0.5,
+        KV_HEADS,
+        kv_cache_dtype=stored,
+        attn_type=AttentionType.ENCODER_DECODER,
+    )
+    one = SimpleNamespace(
+        impl=impl,
+        kv_sharing_target_layer_name=None,
+        _k_scale=torch.tensor(1.0),
+        _v_scale=torch.tensor(1.0),
+    )
+    planner = builder(one, kind=CrossAttentionSpec, cls=crossing.get_builder_cls())
+    encoded = [40, 3, 17]  # tokens of each encoder: more, fewer, as many pages as a decoder's
+    g = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, sum(encoded), KV_HEADS, HEAD_DIM, generator=g)
+    table = torch.tensor([[5, 2, 7], [3, 0, 0], [1, 4, 0]], dtype=torch.int32)
+    if stored == "auto":
+        shape, dtype = (8, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.float32
+    else:
+        shape, dtype = (8, KV_HEADS, PAGE, 2 * HEAD_DIM + 8), torch.uint8
+    cache = torch.full(shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
+
+    def step(query_lens: list[int], computed: list[int], new: bool) -> None:
+        start = torch.tensor([0, *np.cumsum(query_lens).tolist()], dtype=torch.int32)
+        tokens, num_seqs = int(start[-1]), len(query_lens)
+        seq_lens = torch.tensor([a + b for a, b in zip(query_lens, computed, strict=True)])
+        common = CommonAttentionMetadata(
+            query_start_loc=start,
+            query_start_loc_cpu=start.clone(),
+            seq_lens=seq_lens.int(),
+            seq_lens_cpu_upper_bound=seq_lens.int(),
+            num_reqs=num_seqs,
+            num_actual_tokens=tokens,
+            max_query_len=max(query_lens),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=table,
+            slot_mapping=torch.full((tokens,), -1),
+            causal=True,
+            encoder_seq_lens=torch.tensor(encoded, dtype=torch.int32),
+            encoder_seq_lens_cpu=np.array(encoded, dtype=np.int32),
+        )
+        metadata = planner.build(0, common)
+        q = torch.randn(tokens, HEADS, HEAD_DIM, generator=g)
+        output = poisoned(q.shape, torch.float32)
+        k, v = (keys, values) if new else (None, None)
+        out = impl.forward(one, q, k, v, cache, metadata, output)
+        ends = np.cumsum(encoded).tolist()
+        for s, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+            rows = slice(int(start[s]), int(start[s + 1]))
+            visible = torch.ones(query_lens[s], encoded[s], dtype=torch.bool)
+            expected = attend(
+                q[rows].double(),
+                keys[first:last].double(),
+                values[first:last].double(),
+                visible,
+                softmax_scale=impl.scale,
+            )
+            error = 2e-5 if stored == "auto" else 0.2
+            torch.testing.assert_close(out[rows].double(), expected.out, atol=error, rtol=0)
+
+    step([4, 1, 30], [0, 0, 0], new=True)
+    step([1, 1, 1], [4, 1, 30], new=False)
+
+
+def test_an_encoder_asks_for_no_cuda_graphs() -> None:
+    one = layer(attn_type=AttentionType.ENCODER_ONLY)
+    made = builder(one, kind=EncoderOnlyAttentionSpec)
+    support = MagiMetadataBuilder.get_cudagraph_support(made.vllm_config, made.kv_cache_spec)
+    assert support == AttentionCGSupport.NEVER
+
+
+def test_an_encoder_that_only_a_kernel_for_tests_can_do_is_refused() -> None:
+    one = layer(attn_type=AttentionType.ENCODER_ONLY)
+    with pytest.raises(NoKernelError, match="reference, which is for tests"):
+        builder(one, kind=EncoderOnlyAttentionSpec, head_dim=2048)
+
+
 def test_verification_of_drafts_counts_as_decode() -> None:
     one = layer()
     group = builder(one, spec_tokens=3)
@@ -387,8 +497,7 @@ def test_sinks_are_kept_in_fp32_and_taken_over_again_in_place() -> None:
     ("options", "named"),
     [
         ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
-        ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
+        ({"attn_type": AttentionType.ENCODER}, "encoder"),
         ({"chunk_lookback": 1}, "chunk_lookback=1"),
         ({"novelty": torch.ones(2)}, "novelty"),
     ],
