@@ -29,8 +29,7 @@ OF_THE_SERVICE = ("http://127.0.0.1:8000", "magi-serve complete")
 MODEL_ON_THE_PAGES = "SmolLM2-135M-Instruct"
 PROGRAMS = {"magi-serve", "vllm", "make", "pip", "docker", "kubectl", "printf", "sed", "curl"}
 FOREIGN_OPTIONS = {
-    "docker": "--build-arg --provenance --read-only --sbom --secret --shm-size --tmpfs "
-    "--user",
+    "docker": "--build-arg --provenance --read-only --sbom --secret --shm-size --tmpfs --user",
     "pip": "--extra-index-url",
 }
 """Options of other programs that the pages' text names, none of which can be asked here."""
