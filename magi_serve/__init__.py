@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from magi_serve.kernels.merge import merge
     from magi_serve.kernels.paged.store import write_kv
     from magi_serve.masks import AttentionSlices, MaskType
+    from magi_serve.spans import BidirectionalSpans
     from magi_serve.types import AttentionOutput, PagedKV, SinkSpec
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AttentionOutput": "magi_serve.types",
     "AttentionSlices": "magi_serve.masks",
+    "BidirectionalSpans": "magi_serve.spans",
     "MaskType": "magi_serve.masks",
     "PagedKV": "magi_serve.types",
     "SinkSpec": "magi_serve.types",
@@ -29,6 +31,7 @@ _HOMES = {
 __all__ = [
     "AttentionOutput",
     "AttentionSlices",
+    "BidirectionalSpans",
     "MaskType",
     "PagedKV",
     "SinkSpec",

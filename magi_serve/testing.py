@@ -22,6 +22,7 @@ from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.reference import ffa_attention_ref, paged_attention_ref
 from magi_serve.kernels.paged.reference import write_slots
 from magi_serve.masks import AttentionSlices, MaskType
+from magi_serve.spans import BidirectionalSpans
 from magi_serve.types import (
     LARGEST,
     AttentionOutput,
@@ -169,7 +170,9 @@ class PagedBatch:
             kv_scales=self.kv.scale_kind,
         )
 
-    def planner(self, kernel: str | None, window: Window | None = None) -> PagedPlanner:
+    def planner(
+        self, kernel: str | None, window: Window | None = None, *, spans: bool = False
+    ) -> PagedPlanner:
         """A planner whose buffers hold this batch."""
         return PagedPlanner(
             self.problem(),
@@ -178,10 +181,15 @@ class PagedBatch:
             device=self.q.device,
             window=window,
             kernel=kernel,
+            spans=spans,
         )
 
     def plan(
-        self, planner: PagedPlanner, num_decodes: int, causal: bool | Tensor = True
+        self,
+        planner: PagedPlanner,
+        num_decodes: int,
+        causal: bool | Tensor = True,
+        spans: BidirectionalSpans | None = None,
     ) -> PagedPlan:
         """A plan with the first `num_decodes` sequences as decodes."""
         decodes = self.q_lens[:num_decodes]
@@ -193,6 +201,7 @@ class PagedBatch:
             num_decode_tokens=sum(decodes),
             max_decode_q_len=max(1, *decodes) if decodes else 1,
             causal=causal,
+            spans=spans,
         )
 
     def to(self, dtype: torch.dtype) -> PagedBatch:
@@ -442,6 +451,7 @@ def check_paged(
     max_logits: bool = False,
     causal: bool | Tensor = True,
     window: Window | None = None,
+    spans: BidirectionalSpans | None = None,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
 ) -> AttentionOutput:
@@ -452,8 +462,11 @@ def check_paged(
     """
     plan = None
     if num_decodes is not None:
-        plan = batch.plan(batch.planner(kernel, window), num_decodes, causal)
-    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sink": sink}
+        planner = batch.planner(kernel, window, spans=spans is not None)
+        plan = batch.plan(planner, num_decodes, causal, spans)
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "spans": spans, "softcap": softcap, "sink": sink,
+    }  # fmt: skip
     out = batch.poisoned_out()
     result = paged_attention(
         batch.q,

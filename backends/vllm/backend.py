@@ -35,11 +35,12 @@ def why_not(**fields: Any) -> list[str]:
 
 
 class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is untyped here
-    """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches.
+    """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches,
+    and images that are read both ways.
 
     Cross attention is over a cache of the encoder's tokens. Encoders have none: there it is over
     the packed new tokens. What we do not override keeps vLLM's refusing default: MLA, sparse
-    attention, bidirectional image spans, batch invariance, R-SWA, DCP and PCP.
+    attention, batch invariance, R-SWA, DCP and PCP.
     """
 
     forward_includes_kv_cache_update = False
@@ -112,6 +113,10 @@ class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is u
     def supports_non_causal(cls) -> bool:
         # Bands hold every mask.
         return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return compat.tells_spans()
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -1,5 +1,6 @@
 """Where vLLM 0.26 to 0.33 differ, and how we read its state: by feature detection, only here."""
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -68,6 +69,42 @@ def is_encoder(kv_cache_spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
     return isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+
+
+def tells_spans() -> bool:
+    """Whether batches say which tokens see each other both ways (images); since vLLM 0.28."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    fields = dataclasses.fields(CommonAttentionMetadata)
+    return "mm_req_doc_ranges" in {field.name for field in fields}
+
+
+def has_spans(vllm_config: Any) -> bool:
+    """Whether the model's images are read both ways."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+
+
+def spans_of(batch: Any) -> list[list[tuple[int, int]]] | None:
+    """Half-open spans of each sequence of a batch that this step has rows in; None for none.
+
+    vLLM's have ends that are included, and stay with a request until it ends. Where it knows only
+    how many keys a sequence may have, that is one whose spans are all read.
+    """
+    told = getattr(batch, "mm_req_doc_ranges", None)
+    if not told:
+        return None
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(batch.num_reqs)]
+    starts, ends = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist()
+    for seq, ranges in told.items():
+        past = ends[seq]
+        first = past - (starts[seq + 1] - starts[seq])
+        spans[seq] = [(a, b + 1) for a, b in ranges if a < past and first <= b]
+    return spans if any(spans) else None
+
+
+def spans_within_window(layer: Any) -> bool:
+    """Whether a layer's window also bounds what is seen of a span."""
+    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:

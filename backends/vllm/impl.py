@@ -163,6 +163,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             batch.cu_seqlens_q,
             causal=batch.causal,
             window=plan.window,
+            spans=plan.spans,
             softmax_scale=self.scale,
             softcap=self.softcap,
             sink=self._sink,

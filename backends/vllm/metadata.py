@@ -26,6 +26,7 @@ from magi_serve.kernels.ffa.plan import PagedPlan, Window
 from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.warmup import warm_up, warm_up_sequences
 from magi_serve.masks import AttentionSlices
+from magi_serve.spans import BidirectionalSpans
 from magi_serve.types import AttentionProblem
 
 
@@ -39,6 +40,8 @@ class Variant(NamedTuple):
     softcap: bool
     quantised: compat.Stored | None
     """How the cache keeps keys and values, where not as its spec says."""
+    spans_within_window: bool = False
+    """Whether the window also bounds what is seen of a span of tokens that are read both ways."""
 
     def band(self, causal: bool | Tensor) -> Window | None:
         """The window as our kernels take it; both ways where rows see what follows, as in vLLM."""
@@ -87,6 +90,8 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             self._prepare_encoder(compat.layers_of(vllm_config, layer_names))
             return
         for layer in compat.layers_of(vllm_config, layer_names):
+            if compat.has_spans(vllm_config) and compat.spans_within_window(layer):
+                layer.impl.variant = layer.impl.variant._replace(spans_within_window=True)
             self.variants.add(layer.impl.variant)
             layer.impl.kernel_name = self._planner(layer.impl.variant, True).spec.name
         for planner in self._planners.values():
@@ -115,6 +120,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                 device=self.device,
                 window=key[1],
                 kernel=self._kernel,
+                spans=compat.has_spans(self.vllm_config),
             )
             self._check_served(planner.spec, planner.problem)
             self._planners[key] = planner
@@ -186,7 +192,12 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
         )
         cu_seqlens_q = batch.query_start_loc[: num_seqs + 1]
         seqlens_k = batch.seq_lens[:num_seqs]
+        ranges = compat.spans_of(batch)
         plans: dict[Variant, PagedPlan] = {}
+
+        @functools.cache
+        def spans(within_window: bool) -> BidirectionalSpans | None:
+            return None if ranges is None else BidirectionalSpans(ranges, within_window)
 
         def plan_for(variant: Variant) -> PagedPlan:
             if variant not in plans:
@@ -200,6 +211,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                     causal=batch.causal,
                     max_seqlen_k=batch.max_seq_len,
                     max_keys=batch.block_table_tensor.shape[1] * self.kv_cache_spec.block_size,
+                    spans=spans(variant.spans_within_window),
                 )
             return plans[variant]
 

@@ -18,6 +18,7 @@ from magi_serve.kernels.ffa.planner import PagedPlanner
 from magi_serve.kernels.ffa.slices import plan_slices
 from magi_serve.kernels.merge import check_sink
 from magi_serve.masks import AttentionSlices
+from magi_serve.spans import BidirectionalSpans
 from magi_serve.types import (
     LARGEST,
     AttentionOutput,
@@ -106,6 +107,7 @@ def paged_attention(
     *,
     causal: bool | Tensor = True,
     window: Window | None = None,
+    spans: BidirectionalSpans | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
@@ -129,14 +131,15 @@ def paged_attention(
             of bool, or of int32 0 and 1.
         window: ``(left, right)``: how many further keys to either side of its own position a row
             sees; None for unlimited. A model's causal sliding window of 128 is ``(127, 0)``.
+        spans: spans of tokens that see each other both ways, in causal sequences (images).
         softmax_scale: None means ``head_dim ** -0.5``.
         softcap: tanh cap on scaled logits, 0 for none.
         sink: learnable sink logits, per head or per token and head.
         out: where to write, ``[num_tokens, num_q_heads, head_dim_v]`` in q's dtype, last stride 1.
         return_max_logits: also return the largest logit of each head.
         kernel: a kernel's name to force it, None to let dispatch choose.
-        plan: a plan that `PagedPlanner` made for this very batch, `causal` and `window`; saves
-            planning again in every layer. It decides the kernel.
+        plan: a plan that `PagedPlanner` made for this very batch, `causal`, `window` and `spans`;
+            saves planning again in every layer. It decides the kernel.
 
     Returns:
         `AttentionOutput`; rows without a visible key are 0 with ``lse = -inf`` (or the sink).
@@ -167,6 +170,9 @@ def paged_attention(
     _check_causal(causal, num_seqs, q)
     _check_window(window)
     window = normal_window(window)
+    if spans is not None:
+        check_types(BidirectionalSpans, spans=spans)
+        spans.check(num_seqs, causal)
     scale = _softmax_scale(softmax_scale, q)
     softcap = _softcap(softcap)
     if sink is not None:
@@ -185,7 +191,7 @@ def paged_attention(
         max_logits=return_max_logits,
     )
     if plan is not None:
-        _check_plan(plan, q, kv, causal, window, kernel)
+        _check_plan(plan, q, kv, causal, window, spans, kernel)
         kernel = plan.kernel
     spec = choose_kernel(problem, kernel)
     if not spec.planned:
@@ -195,13 +201,14 @@ def paged_attention(
             cu_seqlens_q,
             causal=causal,
             window=window,
+            spans=spans,
             softmax_scale=scale,
             softcap=softcap,
             sink=_on(sink, q),
         )
         return _finish(result, out, return_max_logits)
     if plan is None:
-        plan = _plan_batch(problem, spec, q.shape[0], kv, cu_seqlens_q, causal, window)
+        plan = _plan_batch(problem, spec, q.shape[0], kv, cu_seqlens_q, causal, window, spans)
     return _launch(
         spec,
         q,
@@ -225,6 +232,7 @@ def _plan_batch(
     cu_seqlens_q: Tensor,
     causal: bool | Tensor,
     window: Window | None,
+    spans: BidirectionalSpans | None,
 ) -> PagedPlan:
     """A plan for one call. Query lengths are on the device, so their mean picks the tiling."""
     num_seqs = kv.seqlens_k.shape[0]
@@ -248,6 +256,7 @@ def _plan_batch(
         max_decode_q_len=mean_q_len,
         causal=causal,
         max_keys=kv.page_table.shape[1] * kv.page_size,
+        spans=spans,
     )
 
 
@@ -497,6 +506,7 @@ def _check_plan(
     kv: PagedKV,
     causal: bool | Tensor,
     window: Window | None,
+    spans: BidirectionalSpans | None,
     kernel: str | None,
 ) -> None:
     if not isinstance(plan, PagedPlan):
@@ -520,6 +530,11 @@ def _check_plan(
     if plan.causal is not causal if tensors else bool(plan.causal) != bool(causal):
         raise ArgumentError(
             f"plan is for causal={plan.causal} and the call has causal={causal}; pass the same"
+        )
+    if plan.spans is not spans:
+        raise ArgumentError(
+            "plan is for other spans than the call has; pass the very BidirectionalSpans that were "
+            "planned, or None if none were"
         )
     if kernel is not None and kernel != plan.kernel:
         raise ArgumentError(

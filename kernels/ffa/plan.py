@@ -2,7 +2,8 @@
 
 A *band* is a key range and a diagonal range: row ``i`` sees the keys of ``[k_begin, k_end)`` with
 ``i + lo <= key <= i + hi``. Every mask is a set of bands. For paged attention there is one band per
-sequence and keys count from the sequence's start; for slices keys count through the packed k.
+sequence, or segment of one (`magi_serve.spans`), and keys count from the sequence's start; for
+slices keys count through the packed k.
 
 A *tile* is up to ``tile_q`` consecutive query rows that share the same bands. An *item* is a tile
 with a range of keys: the whole of what the tile sees, or one of several equal shares (split KV),
@@ -15,6 +16,8 @@ them. Unused entries are zeros: they have no rows. For paged attention by Triton
 tables are made in Triton (`triton_planner`); this is the truth for those.
 """
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from magi_serve.errors import ArgumentError
 from magi_serve.masks import UNBOUNDED
+from magi_serve.spans import BidirectionalSpans, Segment
 from magi_serve.types import AttentionProblem
 
 Regime = Literal["prefill", "decode", "slices"]
@@ -162,6 +166,7 @@ class PagedPlan:
     num_seqs: int
     window: Window | None
     causal: bool | Tensor
+    spans: BidirectionalSpans | None
     shape: tuple[int, int, int, int]
     """Query heads, kv heads, head_dim, head_dim_v."""
     buffers: Buffers | None = None
@@ -312,6 +317,34 @@ def exceeds_l2(problem: AttentionProblem, num_keys: int) -> bool:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Segments:
+    """Sequences in the segments of `BidirectionalSpans.segments`, on the device.
+
+    Attributes:
+        table: ``[num_segments + 1, 7]`` int64, columns as in `magi_serve.spans.Segment`; the last
+            is the rows after all sequences.
+        first: of each sequence, and of those rows, the first segment; then how many there are.
+    """
+
+    table: Tensor
+    first: list[int]
+
+    @classmethod
+    def of(cls, spans: BidirectionalSpans, left: int | None, device: torch.device) -> "Segments":
+        """The segments of a batch, on their way to `device`: nothing waits for them."""
+        num_seqs = len(spans.ranges)
+        rest = Segment(num_seqs, -UNBOUNDED, UNBOUNDED, 0, UNBOUNDED, True, False)
+        cut = [*spans.segments(left), rest]
+        counts = Counter(segment.seq for segment in cut)
+        first = [0, *itertools.accumulate(counts[seq] for seq in range(num_seqs + 1))]
+        table = torch.tensor(cut, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return cls(table.to(device, non_blocking=True), first)
+
+    def __len__(self) -> int:
+        return self.first[-1]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Batch:
     """Paged sequences to plan for; the attributes are `PagedPlanner.plan`'s arguments."""
 
@@ -321,10 +354,11 @@ class Batch:
     causal: bool | Tensor
     window: Window | None
     max_keys: int
+    segments: Segments | None = None
 
 
 class Part(NamedTuple):
-    """The sequences ``[first, stop)`` of a batch, and how they are cut.
+    """The sequences ``[first, stop)`` of a batch, or their segments, and how they are cut.
 
     Sequence `num_seqs` is the rows after all others.
     """
@@ -342,28 +376,25 @@ def paged_tables(batch: Batch, parts: list[Part], out: Buffers | None) -> Tables
     """Tables of `batch`, in `out` where that is given."""
     begin, end, bands = paged_bands(batch)
     table = table_of(list(bands.unbind(1)), out.bands if out else None)
-    return table, [
-        plan_rows(
-            begin[part.first : part.stop],
-            end[part.first : part.stop],
-            bands,
-            part.cut,
-            first_band=part.first,
-            out=out,
-        )
-        for part in parts
-    ]
+    made = []
+    for first, stop, cut in parts:
+        if batch.segments is not None:
+            first, stop = batch.segments.first[first], batch.segments.first[stop]
+        rows = begin[first:stop], end[first:stop]
+        made.append(plan_rows(*rows, bands, cut, first_band=first, out=out))
+    return table, made
 
 
 def paged_bands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """First row, row past the last, and band of every sequence, and of the rows after them all.
+    """First row, row past the last, and band of every sequence or segment of one, and of the rows
+    after them all.
 
     A query row's position is bottom-right aligned: the last row sits at the last key. Rows from
     ``cu_seqlens_q[-1]`` to `num_tokens` form one more entry that sees no key, so that they come
     out as 0.
 
     Returns:
-        ``begin``, ``end`` ``[num_seqs + 1]`` and bands ``[num_seqs + 1, 5]``, int64.
+        ``begin``, ``end`` ``[n + 1]`` and bands ``[n + 1, 5]``, int64, of n sequences or segments.
     """
     left, right = batch.window or (None, None)
     begin = batch.cu_seqlens_q.long().clamp(0, batch.num_tokens)
@@ -379,7 +410,17 @@ def paged_bands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         hi = torch.minimum(hi, offset)
     seq = torch.arange(keys.shape[0], device=keys.device).clamp(max=max(keys.shape[0] - 2, 0))
     keys = keys.clamp(max=batch.max_keys)
-    return begin, end, torch.stack([torch.zeros_like(keys), keys, lo, hi, seq], 1)
+    k_begin = torch.zeros_like(keys)
+    if batch.segments is not None:
+        of, first, stop, k_begin, k_end, from_window, both_ways = batch.segments.table.unbind(1)
+        begin, end, offset, keys, lo, hi, seq = (
+            x[of] for x in (begin, end, offset, keys, lo, hi, seq)
+        )
+        begin, end = (torch.clamp(x - offset, begin, end) for x in (first, stop))
+        keys = torch.minimum(keys, k_end)
+        lo = torch.where(from_window > 0, lo, -UNBOUNDED)
+        hi = torch.where(both_ways > 0, UNBOUNDED, hi)
+    return begin, end, torch.stack([k_begin, keys, lo, hi, seq], 1)
 
 
 def plan_rows(

@@ -15,6 +15,7 @@ from torch import Tensor
 from magi_serve.kernels.merge import apply_sink
 from magi_serve.kernels.paged.reference import gather_pages
 from magi_serve.masks import AttentionSlices, MaskType
+from magi_serve.spans import BidirectionalSpans
 from magi_serve.types import AttentionOutput, PagedKV, SinkSpec
 
 
@@ -100,6 +101,7 @@ def paged_attention_ref(
     *,
     causal: bool | Tensor = True,
     window: tuple[int | None, int | None] | None = None,
+    spans: BidirectionalSpans | None = None,
     softmax_scale: float,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
@@ -126,6 +128,11 @@ def paged_attention_ref(
             visible &= key >= position - left
         if right is not None:
             visible &= key <= position + right
+        for start, end in spans.ranges[s] if spans is not None else ():
+            both = (position >= start) & (position < end) & (key >= start) & (key < end)
+            if spans is not None and spans.within_window and left is not None:
+                both &= key >= position - left
+            visible |= both
         part = attend(q[rows], k, v, visible, softmax_scale=softmax_scale, softcap=softcap)
         assert part.max_logits is not None
         out[rows], lse[rows] = part.out, part.lse

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from magi_serve import AttentionSlices, SinkSpec, ffa_attention, paged_attention
+from magi_serve import (
+    AttentionSlices,
+    BidirectionalSpans,
+    SinkSpec,
+    ffa_attention,
+    paged_attention,
+)
 from magi_serve.errors import ArgumentError, DeviceError, DTypeError, NoKernelError, ShapeError
 from magi_serve.kernels.ffa import cpu, reference
 from magi_serve.testing import make_dense, make_paged
@@ -250,6 +256,11 @@ WRONG_TYPES = {
         r"causal is torch.float32; expected torch.bool, or torch.int32 of 0 and 1: call causal.bo",
     ),
     "window of a number": (paged_call, {"window": 128}, r"window=128 is not accepted; expected N"),
+    "spans in a list": (
+        paged_call,
+        {"spans": [[(0, 4)], []]},
+        r"spans of type list is not accepted; expected BidirectionalSpans\(ranges, within_window\)",
+    ),
     "plan of a word": (
         paged_call,
         {"plan": "cpu"},
@@ -342,6 +353,10 @@ def test_a_plan_for_something_else_is_refused() -> None:
             r"plan is for sequences 2 and the call has 1",
         ),
         ({"window": (5, 0), "causal": False}, r"plan is for causal=True and the call has causal=F"),
+        (
+            {"window": (5, 0), "spans": BidirectionalSpans([[], []])},
+            r"plan is for other spans than the call has; pass the very BidirectionalSpans",
+        ),
         (
             {"window": (5, 0), "kernel": "reference"},
             r"plan is for kernel cpu and the call has kernel='reference'; name it to PagedPlanner",

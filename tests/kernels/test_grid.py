@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magi_serve import AttentionSlices, MaskType, ffa_attention, paged_attention
+from magi_serve import (
+    AttentionSlices,
+    BidirectionalSpans,
+    MaskType,
+    ffa_attention,
+    paged_attention,
+)
 from magi_serve.kernels.capabilities import SPECS
 from magi_serve.kernels.ffa.reference import attend
 from magi_serve.kernels.paged.reference import gather_pages
@@ -163,14 +169,28 @@ def batches(draw: st.DrawFn, place: Place, shape: Shape) -> tuple[PagedBatch, in
 
 
 @st.composite
+def spans_of(draw: st.DrawFn, batch: PagedBatch) -> BidirectionalSpans:
+    """Up to three spans in each sequence, most of them with rows of this batch in them."""
+    ranges = []
+    for q_len, k_len in zip(batch.q_lens, batch.k_lens, strict=True):
+        first = draw(st.sampled_from([0, max(0, k_len - q_len - 9), max(0, k_len - q_len)]))
+        at = st.integers(first, max(first, k_len) + 40)
+        ends = sorted(draw(st.sets(at, max_size=6)))
+        ranges.append(list(zip(ends[::2], ends[1::2], strict=False)))
+    return BidirectionalSpans(ranges, draw(st.booleans()))
+
+
+@st.composite
 def masks(draw: st.DrawFn, batch: PagedBatch) -> dict[str, object]:
-    """`causal` and `window` for a batch."""
+    """`causal`, `window` and `spans` for a batch."""
     side = st.none() | st.sampled_from([0, 1, 4, 15, 16, 63, 127]) | st.integers(0, 300)
     causal: object = draw(st.sampled_from([True, True, False, None]))
     if causal is None:
         of_each = st.lists(st.booleans(), min_size=len(batch.q_lens), max_size=len(batch.q_lens))
         causal = torch.tensor(draw(of_each), dtype=torch.bool, device=batch.q.device)
-    return {"causal": causal, "window": draw(st.none() | st.tuples(side, side))}
+    window = draw(st.none() | st.tuples(side, side))
+    spans = draw(st.none() | spans_of(batch)) if causal is True else None
+    return {"causal": causal, "window": window, "spans": spans}
 
 
 @shapes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from magi_serve import paged_attention
+from magi_serve import BidirectionalSpans, paged_attention
 from magi_serve.errors import ArgumentError
 from magi_serve.kernels.ffa import cpu, triton_attention
 from magi_serve.kernels.ffa.plan import PagedPlan, Plan, TileConfig, head_blocks
@@ -98,6 +98,12 @@ def count(parts: tuple[Plan, ...], num_rows: int, num_seqs: int, num_keys: int) 
     return cells
 
 
+def draw_ranges(data: st.DataObject, num_keys: int) -> list[tuple[int, int]]:
+    """Up to three spans, some of them past the last key."""
+    ends = sorted(data.draw(st.sets(st.integers(0, num_keys + 4), max_size=6)))
+    return list(zip(ends[::2], ends[1::2], strict=False))
+
+
 @many
 @given(st.data())
 def test_a_paged_plan_covers_every_cell_once(data: st.DataObject) -> None:
@@ -108,11 +114,16 @@ def test_a_paged_plan_covers_every_cell_once(data: st.DataObject) -> None:
     each = st.lists(st.booleans(), min_size=len(lens), max_size=len(lens))
     causal = data.draw(st.booleans() | each)
     padding = data.draw(st.integers(0, 3))
+    ranges = [draw_ranges(data, k_len) for _, k_len in lens]
+    spans = None
+    if causal is True and data.draw(st.booleans()):
+        spans = BidirectionalSpans(ranges, within_window=data.draw(st.booleans()))
     planner = Planner(
         data.draw(configs),
         max_tokens=data.draw(st.sampled_from([0, 100])),
         max_seqs=8,
         window=window,
+        spans=data.draw(st.booleans()),
     )
     plan = plan_batch(
         planner,
@@ -121,6 +132,7 @@ def test_a_paged_plan_covers_every_cell_once(data: st.DataObject) -> None:
         data.draw(st.integers(0, len(lens))),
         num_tokens=sum(q_lens) + padding,
         causal=torch.tensor(causal, dtype=torch.bool) if isinstance(causal, list) else causal,
+        spans=spans,
     )
     width = max([1, *k_lens])
     wanted = torch.zeros(sum(q_lens) + padding, max(1, len(lens)), width, dtype=torch.int64)
@@ -130,11 +142,16 @@ def test_a_paged_plan_covers_every_cell_once(data: st.DataObject) -> None:
             position = k_len - q_len + i
             for key in range(k_len):
                 is_causal = causal[s] if isinstance(causal, list) else causal
+                in_window = left is None or key >= position - left
                 wanted[row, s, key] = (
                     (not is_causal or key <= position)
-                    and (left is None or key >= position - left)
+                    and in_window
                     and (right is None or key <= position + right)
                 )
+                if spans and (in_window or not spans.within_window):
+                    wanted[row, s, key] |= any(
+                        a <= position < b and a <= key < b for a, b in ranges[s]
+                    )
             row += 1
     assert torch.equal(count(plan.parts, *wanted.shape), wanted)
 
@@ -369,6 +386,20 @@ def test_plans_and_states_of_split_keys_take_little_memory(
     assert sum(t.nbytes for t in tables) + max(states) < 64 << 20
 
 
+def test_decodes_launch_the_same_grids_with_spans_and_without() -> None:
+    planner = Planner(TileConfig(16, 16, programs=64), max_tokens=12, max_seqs=4, spans=True)
+    assert planner.tiles.tile_q(planner.groups) > 4
+    spans = BidirectionalSpans([[(46, 47), (47, 48), (48, 49), (49, 50)]] * 3)
+    shapes = set()
+    for of_batch in (None, spans):
+        (part,) = plan_batch(planner, [4] * 3, [50] * 3, 3, spans=of_batch).parts
+        assert part.reductions is not None
+        shapes.add((part.items.shape, part.items.data_ptr(), part.reductions.shape))
+        cells = count((part,), 12, 3, 50)
+    assert len(shapes) == 1
+    assert int(cells.max()) == 1
+
+
 def test_captured_graphs_get_no_tables_that_are_gone_at_their_replays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -377,14 +408,17 @@ def test_captured_graphs_get_no_tables_that_are_gone_at_their_replays(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for q_lens, counts in (([1] * 5, "5 decodes with 5 rows"), ([3] * 3, "3 decodes with 9 rows")):
-        with pytest.raises(
-            ArgumentError, match=f"{counts} is larger .* max_seqs=4 and max_tokens=8"
-        ):
+        with pytest.raises(ArgumentError, match=f"{counts} is larger .* max_seqs=4, max_tokens=8"):
             plan_batch(planner, q_lens, [50] * len(q_lens), len(q_lens))
     with pytest.raises(ArgumentError, match="5 decodes with 5 rows is larger than its planner's"):
         larger.check_tables()
     plan_batch(planner, [1] * 4, [50] * 4, 4).check_tables()
     plan_batch(planner, [1] * 4 + [9], [50] * 5, 4).check_tables()
+    spans = BidirectionalSpans([[(40, 60)]] * 4)
+    with pytest.raises(ArgumentError, match=r"4 rows, in spans is larger .* spans=False, and"):
+        plan_batch(planner, [1] * 4, [50] * 4, 4, spans=spans)
+    roomy = Planner(planner.tiles, max_tokens=8, max_seqs=4, spans=True)
+    plan_batch(roomy, [1] * 4, [50] * 4, 4, spans=spans).check_tables()
     # Without buffers, a captured plan is made anew at each replay, in memory of the graph's own.
     plan_batch(Planner(planner.tiles, max_tokens=0, max_seqs=0), [1], [50], 1).check_tables()
 

@@ -58,6 +58,7 @@ def builder(
     head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
     kind: type[AttentionSpec] = FullAttentionSpec,
+    images: bool = False,
     cls: type[MagiMetadataBuilder] = MagiMetadataBuilder,
 ) -> MagiMetadataBuilder:
     names = [f"layer{i}" for i in range(len(layers))]
@@ -69,7 +70,7 @@ def builder(
         compilation_config=SimpleNamespace(
             static_forward_context=dict(zip(names, layers, strict=True))
         ),
-        model_config=SimpleNamespace(dtype=torch.float32),
+        model_config=SimpleNamespace(dtype=torch.float32, is_mm_prefix_lm=images),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
         speculative_config=speculative,
@@ -86,6 +87,7 @@ class Batch:
         lengths: (query tokens, keys) of each sequence.
         pad_seqs, pad_tokens: padding that the metadata counts in, as for full CUDA graphs.
         pad_rows: rows of q, k, v and output past `num_actual_tokens`, as for piecewise graphs.
+        images: by sequence, first and last positions of what is read both ways.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Batch:
         pad_tokens: int = 0,
         pad_rows: int = 0,
         causal: bool | Tensor = True,
+        images: dict[int, list[tuple[int, int]]] | None = None,
     ) -> None:
         g = torch.Generator().manual_seed(0)
         self.lengths = lengths
@@ -143,6 +146,8 @@ class Batch:
             block_table_tensor=self.table,
             slot_mapping=self.slots[: self.num_tokens],
             causal=causal,
+            mm_req_doc_ranges=images,
+            seq_lens_cpu_upper_bound=torch.tensor([*key_lens, *[0] * pad_seqs]),
         )
 
     def run(self, layer: SimpleNamespace, metadata: Any) -> Tensor:
@@ -150,7 +155,13 @@ class Batch:
         impl.do_kv_cache_update(layer, self.k, self.v, self.cache, metadata.slot_mapping)
         return impl.forward(layer, self.q, None, None, self.cache, metadata, output)
 
-    def check(self, out: Tensor, impl: MagiAttentionImpl, sinks: Tensor | None = None) -> None:
+    def check(
+        self,
+        out: Tensor,
+        impl: MagiAttentionImpl,
+        sinks: Tensor | None = None,
+        within_window: bool = False,
+    ) -> None:
         for s, (n, keys) in enumerate(self.lengths):
             causal = self.common.causal
             is_causal = bool(causal[s]) if isinstance(causal, Tensor) else causal
@@ -160,6 +171,11 @@ class Batch:
             visible = key <= position if is_causal else torch.ones(n, keys, dtype=torch.bool)
             if impl.sliding_window is not None:
                 visible &= (key - position).abs() < impl.sliding_window
+            for first, last in (self.common.mm_req_doc_ranges or {}).get(s, []):
+                both = (position >= first) & (position <= last) & (key >= first) & (key <= last)
+                if within_window:
+                    both &= position - key < impl.sliding_window
+                visible |= both
             expected = attend(
                 self.q[rows].double(),
                 self.keys[s].double(),
@@ -297,6 +313,75 @@ def test_the_profile_run_fills_the_output_with_zeros() -> None:
 def test_sequences_may_look_ahead(causal: bool | Tensor, window: int | None) -> None:
     one, batch = layer(sliding_window=window), Batch(MIXED, causal=causal)
     batch.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
+
+
+# By sequence of MIXED: first and last positions. Some are read already, or not reached.
+IMAGES = {
+    0: [(3, 12)],
+    1: [],
+    2: [(2, 3), (15, 19)],
+    3: [(0, 9), (10, 16), (17, 20)],
+    4: [(1, 1), (4, 14), (15, 30), (32, 40)],
+    5: [(40, 60), (90, 96), (98, 120)],
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("within_window", [False, True], ids=["past window", "within window"])
+def test_images_are_read_both_ways(within_window: bool, features: str) -> None:
+    one, batch = layer(**FEATURES[features]), Batch(MIXED, images=IMAGES)
+    one.mm_prefix_clamp_sliding_window = within_window
+    group = builder(one, images=True)
+    within_window &= one.impl.sliding_window is not None
+    sinks = FEATURES[features].get("sinks")
+    out = batch.run(one, group.build(0, batch.common))
+    batch.check(out, one.impl, sinks, within_window)
+    text = Batch(MIXED)
+    blind = text.run(one, group.build(0, text.common))
+    text.check(blind, one.impl, sinks)
+    image = slice(batch.starts[4] + 4, batch.starts[4] + 14)
+    assert (out[image] - blind[image]).norm() > 0.05 * out[image].norm()
+
+
+def test_layers_of_one_group_may_see_images_past_their_window_or_within() -> None:
+    past, within = layer(sliding_window=9), layer(sliding_window=9)
+    within.mm_prefix_clamp_sliding_window = True
+    batch = Batch(MIXED, images=IMAGES)
+    metadata = builder(past, within, images=True).build(0, batch.common)
+    for one, is_within in ((past, False), (within, True)):
+        batch.check(Batch(MIXED).run(one, metadata), one.impl, within_window=is_within)
+
+
+def test_spans_that_a_step_has_no_rows_in_are_left_out() -> None:
+    common = Batch(MIXED, images=IMAGES).common
+    assert compat.spans_of(common) == [
+        [],
+        [],
+        [(15, 20)],
+        [(10, 17), (17, 21)],
+        [(1, 2), (4, 15), (15, 31), (32, 41)],
+        [(90, 97), (98, 121)],
+    ]
+    assert compat.spans_of(Batch([(1, 40), (1, 3)], images={0: [(3, 12)], 1: []}).common) is None
+    assert compat.spans_of(Batch(MIXED).common) is None
+
+
+@pytest.mark.parametrize("spec_tokens", [None, 3])
+def test_a_decode_within_an_image_fits_the_tables_that_graphs_read(spec_tokens: int | None) -> None:
+    """A chunk may be as short as a decode: the launches of a captured graph have to do for it."""
+    one = layer(sliding_window=9)
+    group = builder(one, images=True, spec_tokens=spec_tokens)
+    rows = 1 + (spec_tokens or 0)
+    lengths = [(rows, 40)] * 16  # as many as the engine runs at a time
+    text = group.build(0, Batch(lengths).common).plan_for(one.impl.variant)
+    shapes = [(p.items.shape, p.items.data_ptr(), p.bands.data_ptr()) for p in text.parts]
+    each = [(12, 40 - rows), *((at, at) for at in range(41 - rows, 40))]
+    batch = Batch(lengths, images=dict.fromkeys(range(16), each))
+    metadata = group.build(0, batch.common)
+    plan = metadata.plan_for(one.impl.variant)
+    assert shapes == [(p.items.shape, p.items.data_ptr(), p.bands.data_ptr()) for p in plan.parts]
+    assert not plan.outgrown
+    batch.check(batch.run(one, metadata), one.impl)
 
 
 @pytest.mark.parametrize("features", ["plain", "sinks", "window", "softcap", "8-bit cache"])

@@ -87,7 +87,6 @@ def test_a_rival_for_custom_is_named_when_custom_is_selected(
     [
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"use_dcp": True}, "DCP not supported"),
