@@ -75,6 +75,7 @@ class KernelSpec:
         needs_triton: whether it is written in Triton or Gluon.
         interpretable: whether Triton's interpreter runs it on the CPU.
         planned: whether it runs over a plan of work items (`kernels.ffa.plan`).
+        alibi: whether it adds ALiBi's biases.
         summary: one line for people.
     """
 
@@ -94,6 +95,7 @@ class KernelSpec:
     needs_triton: bool = False
     interpretable: bool = False
     planned: bool = True
+    alibi: bool = False
     quantised: tuple[torch.dtype, ...] = ()
     fp8_min_arch: int = 0
 
@@ -135,6 +137,8 @@ class KernelSpec:
                 f"head_dim={problem.head_dim} with head_dim_v={problem.head_dim_v} is not "
                 f"supported (accepts {', '.join(map(str, self.head_dims))}, the same for both)"
             )
+        if problem.alibi and not self.alibi:
+            reasons.append("ALiBi is not supported")
         if self.even_rows and not problem.even_rows:
             reasons.append(
                 "these strides are not supported (accepts rows of one stride, aligned to 16 bytes, "
@@ -196,6 +200,7 @@ SPECS: tuple[KernelSpec, ...] = (
         dtypes=_SERVED,
         quantised=_QUANTISED,
         max_head_dim=1024,
+        alibi=True,
         summary="vectorised torch with fp32 arithmetic, for the CPU platform",
     ),
     KernelSpec(
@@ -222,6 +227,7 @@ SPECS: tuple[KernelSpec, ...] = (
         quantised=_QUANTISED,
         max_head_dim=256,
         head_dim_multiple=8,
+        alibi=True,
         min_arch=80,
         fp8_min_arch=89,
         page_multiple=16,
@@ -236,6 +242,7 @@ SPECS: tuple[KernelSpec, ...] = (
         dtypes=(*_SERVED, torch.float64),
         quantised=_QUANTISED,
         max_head_dim=1 << 20,
+        alibi=True,
         planned=False,
         summary="plain torch in q's own dtype: the truth for tests, slow",
     ),

@@ -452,6 +452,7 @@ def check_paged(
     causal: bool | Tensor = True,
     window: Window | None = None,
     spans: BidirectionalSpans | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
 ) -> AttentionOutput:
@@ -465,7 +466,8 @@ def check_paged(
         planner = batch.planner(kernel, window, spans=spans is not None)
         plan = batch.plan(planner, num_decodes, causal, spans)
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "spans": spans, "softcap": softcap, "sink": sink,
+        "causal": causal, "window": window, "spans": spans, "alibi_slopes": alibi_slopes,
+        "softcap": softcap, "sink": sink,
     }  # fmt: skip
     out = batch.poisoned_out()
     result = paged_attention(

@@ -283,6 +283,7 @@ class AttentionProblem:
     sinks: int = 0
     sink_per_token: bool = False
     softcap: bool = False
+    alibi: bool = False
     window: bool = False
     """Whether rows see a bounded number of keys before them."""
     max_logits: bool = False
@@ -300,6 +301,7 @@ class AttentionProblem:
             + (f", {self.sinks} sink(s)" if self.sinks else "")
             + (" per token" if self.sink_per_token else "")
             + (", softcap" if self.softcap else "")
+            + (", ALiBi" if self.alibi else "")
             + (", window" if self.window else "")
             + (", max-logits" if self.max_logits else "")
         )

@@ -35,8 +35,8 @@ def why_not(**fields: Any) -> list[str]:
 
 
 class MagiAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vllm is untyped here
-    """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, 8-bit caches,
-    and images that are read both ways.
+    """FFA over vLLM's paged cache: causal decoders, with sinks, windows, soft cap, ALiBi, 8-bit
+    caches, and images that are read both ways.
 
     Cross attention is over a cache of the encoder's tokens. Encoders have none: there it is over
     the packed new tokens. What we do not override keeps vLLM's refusing default: MLA, sparse

@@ -22,6 +22,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
 
     Args:
         num_heads, head_size, scale, num_kv_heads: as in vLLM; `scale` multiplies q·k.
+        alibi_slopes: one per query head of this rank; None for none.
         sliding_window: how many keys a row sees, its own included; None for all.
         logits_soft_cap: tanh cap on scaled logits; None or 0 for none.
         kv_sharing_target_layer_name: a layer whose cache this one reads; vLLM then writes nothing.
@@ -29,7 +30,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
 
     Raises:
         ArgumentError: vLLM asks for something that no kernel of ours computes.
-        ShapeError: `sinks` are not one per head.
+        ShapeError: `sinks` or `alibi_slopes` are not one per head.
     """
 
     can_return_lse_for_decode = False
@@ -63,8 +64,8 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
         self.softcap = float(logits_soft_cap or 0.0)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        if alibi_slopes is not None:
-            raise _refusal("alibi_slopes", "ALiBi is not computed")
+        if alibi_slopes is not None and attn_type == AttentionType.ENCODER_ONLY:
+            raise _refusal("alibi_slopes", "ALiBi is computed over a cache only, not in an encoder")
         if attn_type not in compat.ATTENTION_TYPES:
             raise _refusal(
                 f"attn_type={AttentionType(attn_type).value}",
@@ -82,13 +83,26 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
                 f"sinks have shape {tuple(sinks.shape)}; expected [{num_heads}], one logit per "
                 "query head of this rank: load this rank's slice"
             )
+        self._alibi_slopes: Tensor | None = None
+        if alibi_slopes is not None:
+            self._alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+            if self._alibi_slopes.shape != (num_heads,):
+                raise ShapeError(
+                    f"alibi_slopes have shape {tuple(self._alibi_slopes.shape)}; expected "
+                    f"[{num_heads}], one per query head of this rank"
+                )
         self._sink_weights = sinks
         self._sink: SinkSpec | None = None
         is_encoder = attn_type == AttentionType.ENCODER_ONLY
         quantised = None if is_encoder else compat.QUANTISED.get(kv_cache_dtype)
         self._pages = LayerPages(head_size, quantised)
         self.variant = Variant(
-            num_heads, sliding_window, int(sinks is not None), self.softcap > 0, quantised
+            num_heads,
+            sliding_window,
+            int(sinks is not None),
+            self.softcap > 0,
+            quantised,
+            alibi=alibi_slopes is not None,
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -157,6 +171,8 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             return output
         pages = self._pages.of(kv_cache, layer)
         plan = batch.plan_for(self.variant)
+        if self._alibi_slopes is not None:
+            self._alibi_slopes = self._alibi_slopes.to(query.device)
         paged_attention(
             query[:rows],
             replace(pages, page_table=batch.page_table, seqlens_k=batch.seqlens_k),
@@ -164,6 +180,7 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             causal=batch.causal,
             window=plan.window,
             spans=plan.spans,
+            alibi_slopes=self._alibi_slopes,
             softmax_scale=self.scale,
             softcap=self.softcap,
             sink=self._sink,

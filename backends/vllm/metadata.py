@@ -40,6 +40,7 @@ class Variant(NamedTuple):
     softcap: bool
     quantised: compat.Stored | None
     """How the cache keeps keys and values, where not as its spec says."""
+    alibi: bool = False
     spans_within_window: bool = False
     """Whether the window also bounds what is seen of a span of tokens that are read both ways."""
 
@@ -171,6 +172,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             page_size=spec.block_size,
             sinks=variant.sinks,
             softcap=variant.softcap,
+            alibi=variant.alibi,
             window=variant.window is not None,
             even_rows=dense,
         )

@@ -108,6 +108,7 @@ def paged_attention(
     causal: bool | Tensor = True,
     window: Window | None = None,
     spans: BidirectionalSpans | None = None,
+    alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
@@ -132,6 +133,8 @@ def paged_attention(
         window: ``(left, right)``: how many further keys to either side of its own position a row
             sees; None for unlimited. A model's causal sliding window of 128 is ``(127, 0)``.
         spans: spans of tokens that see each other both ways, in causal sequences (images).
+        alibi_slopes: ``[num_q_heads]`` floating-point: ``slope * |key - position|`` is taken from
+            the capped logit of a key, for rows at that position. None for no such bias.
         softmax_scale: None means ``head_dim ** -0.5``.
         softcap: tanh cap on scaled logits, 0 for none.
         sink: learnable sink logits, per head or per token and head.
@@ -148,7 +151,7 @@ def paged_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError: an argument disagrees with the above.
         NoKernelError: no kernel, or not the forced one, can do the problem; it lists the reasons.
 
-    Source: PagedAttention (arXiv:2309.06180); FlashDecoding (split KV).
+    Source: PagedAttention (arXiv:2309.06180); FlashDecoding (split KV); ALiBi (arXiv:2108.12409).
     """
     check_types(Tensor, q=q, cu_seqlens_q=cu_seqlens_q)
     check_types(PagedKV, kv=kv)
@@ -173,6 +176,7 @@ def paged_attention(
     if spans is not None:
         check_types(BidirectionalSpans, spans=spans)
         spans.check(num_seqs, causal)
+    alibi = None if alibi_slopes is None else _alibi(alibi_slopes, q)
     scale = _softmax_scale(softmax_scale, q)
     softcap = _softcap(softcap)
     if sink is not None:
@@ -187,6 +191,7 @@ def paged_attention(
         kv_scales=kv.scale_kind,
         sink=sink,
         softcap=softcap,
+        alibi=alibi is not None,
         window=window is not None and window[0] is not None,
         max_logits=return_max_logits,
     )
@@ -202,6 +207,7 @@ def paged_attention(
             causal=causal,
             window=window,
             spans=spans,
+            alibi_slopes=alibi,
             softmax_scale=scale,
             softcap=softcap,
             sink=_on(sink, q),
@@ -219,6 +225,7 @@ def paged_attention(
         scale,
         softcap,
         sink,
+        alibi,
         out=out,
         max_logits=return_max_logits,
     )
@@ -270,6 +277,7 @@ def _launch(
     softmax_scale: float,
     softcap: float,
     sink: SinkSpec | None,
+    alibi: Tensor | None = None,
     *,
     out: Tensor | None,
     max_logits: bool,
@@ -295,6 +303,7 @@ def _launch(
             maxima,
             None if kv is None else kv.k_scale,
             None if kv is None else kv.v_scale,
+            alibi,
         )
         with torch.cuda.device_of(q):  # kernels launch on the current device
             spec.load().run(call)
@@ -326,6 +335,7 @@ def _problem(
     kv_scales: ScaleKind = "none",
     sink: SinkSpec | None = None,
     softcap: float = 0.0,
+    alibi: bool = False,
     window: bool = False,
     max_logits: bool = False,
 ) -> AttentionProblem:
@@ -347,6 +357,7 @@ def _problem(
         sinks=0 if sink is None else sink.num_sinks,
         sink_per_token=sink is not None and sink.per_token,
         softcap=softcap > 0,
+        alibi=alibi,
         window=window,
         max_logits=max_logits,
         even_rows=q.stride(1) == q.shape[2] and _even_rows(q, k, v),
@@ -485,6 +496,24 @@ def _softmax_scale(softmax_scale: object, q: Tensor) -> float:
         return float(q.shape[-1] ** -0.5)
     accepted = "a finite number > 0, or None for head_dim ** -0.5"
     return _finite("softmax_scale", softmax_scale, math.ulp(0.0), accepted)
+
+
+def _alibi(slopes: object, q: Tensor) -> Tensor:
+    """ALiBi's slopes on q's device, in fp32 and dense; its own where they are that already."""
+    check_types(Tensor, alibi_slopes=slopes)
+    assert isinstance(slopes, Tensor)
+    if not slopes.is_floating_point():
+        raise DTypeError(
+            f"alibi_slopes is {slopes.dtype}; expected floating-point numbers: call "
+            "alibi_slopes.float()"
+        )
+    if slopes.shape != (q.shape[1],):
+        raise ShapeError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; expected [{q.shape[1]}], one slope per "
+            "query head"
+        )
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return slopes.to(q.device, dtype).contiguous()
 
 
 def _finite(name: str, value: object, least: float, accepted: str) -> float:

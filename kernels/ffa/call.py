@@ -23,6 +23,7 @@ class AttentionCall:
         out, lse, max_logits: where results go (`AttentionOutput`); `max_logits` holds -inf, or is
             None.
         k_scale, v_scale: of paged keys and values, as in `PagedKV`; None for 1.
+        alibi: slopes ``[num_q_heads]``, fp32, for paged attention only; or None.
     """
 
     q: Tensor
@@ -38,6 +39,7 @@ class AttentionCall:
     max_logits: Tensor | None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    alibi: Tensor | None = None
 
     @property
     def logit_scale(self) -> float:

@@ -75,6 +75,11 @@ def _attend_batch(call: AttentionCall, plan: Plan, items: Tensor) -> None:
         logits = torch.matmul(q, k.permute(0, 2, 3, 1)) * call.softmax_scale
         if call.softcap > 0:
             logits = call.softcap * torch.tanh(logits / call.softcap)
+        if call.alibi is not None:
+            position = row + bands[band_begin.clamp(max=len(bands) - 1), 5, None]
+            distance = (key[:, None] - position[..., None]).abs()
+            slopes = call.alibi.view(num_kv_heads, 1, groups, 1)
+            logits = logits - (slopes * distance[:, None, :, None]).flatten(2, 3)
         hidden = ~visible.repeat_interleave(groups, 1)[:, None]
         logits = logits.masked_fill_(hidden, float("-inf"))
         m_new = torch.maximum(m, logits.amax(-1))

@@ -32,7 +32,8 @@ from magi_serve.types import AttentionProblem
 Regime = Literal["prefill", "decode", "slices"]
 Window = tuple[int | None, int | None]
 
-BAND_COLUMNS = ("k_begin", "k_end", "lo", "hi", "seq")
+BAND_COLUMNS = ("k_begin", "k_end", "lo", "hi", "seq", "offset")
+"""Row ``i`` of paged attention sits at the key ``i + offset``; 0 for slices, where it need not."""
 ITEM_COLUMNS = ("q_begin", "q_len", "band_begin", "band_end", "k_begin", "k_end", "split_tile")
 """`split_tile` is 0 for a whole tile, else 1 + the row of the reduction that its share is for."""
 REDUCTION_COLUMNS = ("q_begin", "q_len", "first_item", "num_items")
@@ -394,7 +395,7 @@ def paged_bands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     out as 0.
 
     Returns:
-        ``begin``, ``end`` ``[n + 1]`` and bands ``[n + 1, 5]``, int64, of n sequences or segments.
+        ``begin``, ``end`` ``[n + 1]`` and bands ``[n + 1, 6]``, int64, of n sequences or segments.
     """
     left, right = batch.window or (None, None)
     begin = batch.cu_seqlens_q.long().clamp(0, batch.num_tokens)
@@ -420,7 +421,7 @@ def paged_bands(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         keys = torch.minimum(keys, k_end)
         lo = torch.where(from_window > 0, lo, -UNBOUNDED)
         hi = torch.where(both_ways > 0, UNBOUNDED, hi)
-    return begin, end, torch.stack([k_begin, keys, lo, hi, seq], 1)
+    return begin, end, torch.stack([k_begin, keys, lo, hi, seq, offset], 1)
 
 
 def plan_rows(
@@ -434,7 +435,7 @@ def plan_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Items and reductions for rows that each lie in one band.
 
-    ``[begin, end)`` are the rows of the bands from `first_band` on; `bands` ``[n, 5]`` are all
+    ``[begin, end)`` are the rows of the bands from `first_band` on; `bands` ``[n, 6]`` are all
     bands of the batch.
     """
     tile_q = cut.tile_q
@@ -443,7 +444,7 @@ def plan_rows(
     q_begin = begin[owner] + number * tile_q
     q_len = torch.where(exists, (end[owner] - q_begin).clamp(0, tile_q), 0)
     band = owner + first_band
-    k_begin, k_end, lo, hi, _ = bands[band].unbind(1)
+    k_begin, k_end, lo, hi, *_ = bands[band].unbind(1)
     k_begin = torch.maximum(k_begin, q_begin + lo)
     k_end = torch.minimum(k_end, q_begin + q_len + hi)
     return make_items(

@@ -2,7 +2,7 @@
 
 ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + sum_t exp(sink_t))`` over the keys ``j`` that
 row ``i`` sees, with ``s_ij = cap(softmax_scale * q_i·k_j)`` and ``cap(x) = softcap * tanh(x /
-softcap)``.
+softcap)``; ALiBi takes ``slope * |j - position_i|`` from it.
 
 Arithmetic runs in q's own dtype (softmax at least in fp32), so float64 inputs give the truth and
 bf16 inputs give what a plain torch model would compute. The whole score matrix is made: use small
@@ -28,6 +28,7 @@ def attend(
     softmax_scale: float,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
+    bias: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention under a dense mask.
 
@@ -38,6 +39,7 @@ def attend(
         softmax_scale: multiplies q·k.
         softcap: tanh cap on scaled logits; 0 for none.
         sink: per head, or per token and head; not capped.
+        bias: added to capped logits, ``[num_tokens, num_q_heads, num_keys]``.
 
     Returns:
         out, lse and max-logits; keys that a row does not see are not used, whatever they hold.
@@ -50,6 +52,8 @@ def attend(
     logits = logits.to(torch.promote_types(q.dtype, torch.float32))
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias
     logits = logits.masked_fill(~visible[:, None], float("-inf"))
     lse = torch.logsumexp(logits, -1)
     p = torch.exp(logits - torch.where(torch.isfinite(lse), lse, 0.0)[..., None])
@@ -102,6 +106,7 @@ def paged_attention_ref(
     causal: bool | Tensor = True,
     window: tuple[int | None, int | None] | None = None,
     spans: BidirectionalSpans | None = None,
+    alibi_slopes: Tensor | None = None,
     softmax_scale: float,
     softcap: float = 0.0,
     sink: SinkSpec | None = None,
@@ -133,7 +138,13 @@ def paged_attention_ref(
             if spans is not None and spans.within_window and left is not None:
                 both &= key >= position - left
             visible |= both
-        part = attend(q[rows], k, v, visible, softmax_scale=softmax_scale, softcap=softcap)
+        bias = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.to(torch.promote_types(q.dtype, torch.float32))
+            bias = -slopes[:, None] * (key - position).abs()[:, None]
+        part = attend(
+            q[rows], k, v, visible, softmax_scale=softmax_scale, softcap=softcap, bias=bias
+        )
         assert part.max_logits is not None
         out[rows], lse[rows] = part.out, part.lse
         max_logits = torch.maximum(max_logits, part.max_logits)

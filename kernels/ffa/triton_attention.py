@@ -64,20 +64,22 @@ def _as_fp16(q):
 @triton.jit
 def _walk_blocks(
     acc, m, total, v_unit, q, k_ptr, v_ptr, pages_ptr, block_begin, block_end, base, row, lo, hi,
-    load_begin, load_end, k_begin, k_end, logit_scale, softcap, k_scale_ptr, v_scale_ptr,
-    stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+    load_begin, load_end, k_begin, k_end, logit_scale, softcap, position, slope, k_scale_ptr,
+    v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
     stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SCALES: tl.constexpr, MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``[block_begin, block_end)`` from `base` on, into the softmax state of the rows.
 
     Keys are visible within ``[k_begin, k_end)`` and ``row + lo <= key <= row + hi``; only those in
     ``[load_begin, load_end)`` are read. Without MASKED, every key of these blocks is visible to
-    every row. Quantised numbers are exact in q's dtype. With scales per token, `acc` counts in
+    every row. With ALIBI, `slope` is in base 2, and `position` where a row sits among the keys.
+    Quantised numbers are exact in q's dtype. With scales per token, `acc` counts in
     units of the largest scale of values so far, `v_unit`: so probabilities stay within fp16.
     """
+    SCALED: tl.constexpr = SOFTCAP or ALIBI  # before the maximum, not with it
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -110,15 +112,20 @@ def _walk_blocks(
             v_scale = tl.load(v_scale_ptr + v_scale_at, mask=live, other=0.0)
         if SOFTCAP:
             s = _capped(s * logit_scale, softcap)
+        elif ALIBI:
+            s = s * logit_scale
+        if ALIBI:
+            distance = tl.abs(key[None, :] - position[:, None]).to(tl.float32)
+            s = s - slope[:, None] * distance
         if MASKED:
             first_key = tl.maximum(row + lo, k_begin)
             last_key = tl.minimum(row + hi, k_end - 1)
             visible = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
             s = tl.where(visible, s, float("-inf"))
         # A positive scale commutes with max, and then rides along in the subtraction's FMA.
-        m_new = tl.maximum(m, tl.max(s, 1) if SOFTCAP else tl.max(s, 1) * logit_scale)
+        m_new = tl.maximum(m, tl.max(s, 1) if SCALED else tl.max(s, 1) * logit_scale)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2((s if SOFTCAP else s * logit_scale) - shift[:, None])
+        p = tl.exp2((s if SCALED else s * logit_scale) - shift[:, None])
         decay = tl.exp2(m - shift)
         total = total * decay + tl.sum(p, 1)
         if SCALES == "token":
@@ -174,9 +181,9 @@ def _store_rows(
     ]
 )  # fmt: skip
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
-    part_acc_ptr, part_ml_ptr, items_ptr, bands_ptr, page_table_ptr, num_items, logit_scale,
-    softcap,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_logits_ptr, sink_ptr, alibi_ptr, k_scale_ptr,
+    v_scale_ptr, part_acc_ptr, part_ml_ptr, items_ptr, bands_ptr, page_table_ptr, num_items,
+    logit_scale, softcap,
     stride_q_t, stride_q_h, stride_k_p, stride_k_t, stride_k_h, stride_v_p, stride_v_t, stride_v_h,
     stride_o_t, stride_o_h, stride_lse_t, stride_lse_h, stride_sink_t, stride_pages,
     stride_ks_p, stride_ks_t, stride_ks_h, stride_vs_p, stride_vs_t, stride_vs_h,
@@ -184,7 +191,7 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, HEAD_BLOCKS:
         tl.constexpr,
-    HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, MAX_LOGITS: tl.constexpr,
+    HAS_SINK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MAX_LOGITS: tl.constexpr,
     SCALES: tl.constexpr, SPLIT: tl.constexpr,
     ALL_MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -228,6 +235,9 @@ def _attention_kernel(
             k_scale_ptr += kv_head * stride_ks_h
             v_scale_ptr += kv_head * stride_vs_h
             v_unit = 0.0
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) * LOG2E
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -240,6 +250,9 @@ def _attention_kernel(
         k_end = tl.minimum(tl.load(band_ptr + 1), item_k_end)
         lo = tl.load(band_ptr + 2)
         hi = tl.load(band_ptr + 3)
+        position = row
+        if ALIBI:
+            position = row + tl.load(band_ptr + 5)
         pages_ptr = page_table_ptr
         base = k_begin
         if PAGE > 0:
@@ -264,24 +277,30 @@ def _attention_kernel(
         acc, m, total, v_unit = _walk_blocks(
             acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, block_begin, full_begin,
             base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-            k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+            position, slope, k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p,
+            stride_v_t,
             stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, PRECISION, STAGES,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, ALIBI,
+            PRECISION, STAGES,
         )  # fmt: skip
         if not ALL_MASKED:
             acc, m, total, v_unit = _walk_blocks(
                 acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, full_begin, full_end,
                 base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-                k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                position, slope, k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p,
+                stride_v_t,
                 stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, False, SOFTCAP, PRECISION, STAGES,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, False, SOFTCAP, ALIBI,
+                PRECISION, STAGES,
             )  # fmt: skip
             acc, m, total, v_unit = _walk_blocks(
                 acc, m, total, v_unit, q, k_head_ptr, v_head_ptr, pages_ptr, full_end, block_end,
                 base, row, lo, hi, load_begin, load_end, k_begin, k_end, logit_scale, softcap,
-                k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p, stride_v_t,
+                position, slope, k_scale_ptr, v_scale_ptr, stride_k_p, stride_k_t, stride_v_p,
+                stride_v_t,
                 stride_ks_p, stride_ks_t, stride_vs_p, stride_vs_t,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, PRECISION, STAGES,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, SCALES, True, SOFTCAP, ALIBI,
+                PRECISION, STAGES,
             )  # fmt: skip
 
     if SCALES != "none":
@@ -431,6 +450,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         call.lse,
         call.pointer(call.max_logits),
         call.pointer(call.sink),
+        call.pointer(call.alibi),
         call.pointer(call.k_scale),
         call.pointer(call.v_scale),
         part_acc,
@@ -458,6 +478,7 @@ def run_part(call: AttentionCall, plan: Plan) -> None:
         PAGE=page_size,
         **grouping,
         SOFTCAP=call.softcap > 0,
+        ALIBI=call.alibi is not None,
         MAX_LOGITS=call.max_logits is not None,
         SCALES=scale_kind(call.k_scale),
         SPLIT=split,

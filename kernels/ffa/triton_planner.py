@@ -61,7 +61,7 @@ def _rows(seq, live, batch):
 
 @triton.jit
 def _keys(seq, live, end, batch):
-    """Keys and diagonals of sequences that are `live`, whose rows end before `end`.
+    """Keys, diagonals and offset of sequences that are `live`, whose rows end before `end`.
 
     `causal` is 0, 1, or 2 for a flag per sequence; `left` and `right` are -1 for no bound.
     """
@@ -74,7 +74,7 @@ def _keys(seq, live, end, batch):
     lo = tl.where(left < 0, -_NONE, offset - left)
     hi = tl.where(right < 0, _NONE, offset + right)
     hi = tl.where((causal == 1) | (flag != 0), tl.minimum(hi, offset), hi)
-    return tl.minimum(keys, max_keys), lo, hi
+    return tl.minimum(keys, max_keys), lo, hi, offset
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _tiles(tile, live, ends_ptr, cut, batch):
         step = step // 2
     seq = first_seq + owner
     begin, end = _rows(seq, live, batch)
-    keys, lo, hi = _keys(seq, live, end, batch)
+    keys, lo, hi, _offset = _keys(seq, live, end, batch)
     q_begin = begin + (tile - first) * tile_q
     q_len = tl.minimum(end - q_begin, tile_q)
     k_begin = tl.maximum(q_begin + lo, 0)
@@ -177,10 +177,10 @@ def _plan_kernel(
     cut = (first_seq, num_owners, search_step, tile_q, block_n)
 
     is_band = (row <= num_seqs) & (row < band_rows)
-    keys, lo, hi = _keys(row, is_band, _rows(row, is_band, batch)[1], batch)
+    keys, lo, hi, offset = _keys(row, is_band, _rows(row, is_band, batch)[1], batch)
     seq = tl.minimum(row, tl.maximum(num_seqs - 1, 0))
     _store_rows(
-        bands_ptr, row, band_rows, is_band, zero, keys, lo, hi, seq, zero, zero, COLUMNS
+        bands_ptr, row, band_rows, is_band, zero, keys, lo, hi, seq, offset, zero, COLUMNS
     )  # fmt: skip
 
     # Tiles up to each sequence; none where all of the program's rows are past what is planned.

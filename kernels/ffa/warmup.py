@@ -51,6 +51,7 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
         scales = [torch.ones((), device=planner.device)] * 2
     logits = torch.zeros(problem.sinks, problem.num_q_heads, device=planner.device)
     sink = SinkSpec(logits) if problem.sinks else None
+    slopes = torch.zeros(problem.num_q_heads, device=planner.device) if problem.alibi else None
     launched = 0
     for plan, cu_seqlens_q, seqlens_k in _batches(planner, max_tokens, max_decode_q_len):
         launched += 1
@@ -69,6 +70,7 @@ def warm_up(planner: PagedPlanner, *, max_tokens: int, max_decode_q_len: int = 1
             kv,
             cu_seqlens_q,
             window=planner.window,
+            alibi_slopes=slopes,
             softcap=1.0 if problem.softcap else 0.0,
             sink=sink,
             plan=plan,

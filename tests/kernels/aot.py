@@ -113,6 +113,7 @@ def paged_case(
     max_logits: bool = False,
     kv_dtype: torch.dtype | None = None,
     scales: str = "none",
+    alibi: bool = False,
 ) -> None:
     """Compile what one layer of paged attention launches."""
     num_q_heads, num_kv_heads = heads
@@ -166,6 +167,7 @@ def paged_case(
             torch.empty(num_q_heads) if max_logits else None,
             scale,
             scale,
+            torch.ones(num_q_heads) if alibi else None,
         )
     )
 
@@ -254,6 +256,9 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             yield paged(f"{kind} bf16 d80 page 16", bf16, (32, 32), 80, 16, decode=decode)
             yield paged(f"{kind} fp32 d128 page 16", fp32, (32, 8), 128, 16, decode=decode)
             yield paged(f"{kind} fp32 d256 page 16", fp32, (8, 4), 256, 16, decode=decode)
+            yield paged(
+                f"{kind} bf16 d64 page 16 ALiBi", bf16, (71, 1), 64, 16, decode=decode, alibi=True
+            )
             yield paged(
                 f"{kind} bf16 d128 page 16 max-logits",
                 bf16,

@@ -175,6 +175,21 @@ BAD_CACHES = {
         {"causal": zeros(2, dtype=torch.bool, device="meta")},
         r"causal is on meta",
     ),
+    "slopes in a list": (
+        DTypeError,
+        {"alibi_slopes": [0.5] * 4},
+        r"alibi_slopes of type list is not accepted; expected a torch.Tensor: pass torch.as_tensor",
+    ),
+    "slopes of integers": (
+        DTypeError,
+        {"alibi_slopes": zeros(4, dtype=torch.int64)},
+        r"alibi_slopes is torch.int64; expected floating-point numbers: call alibi_slopes.float",
+    ),
+    "slopes of other heads": (
+        ShapeError,
+        {"alibi_slopes": zeros(2)},
+        r"alibi_slopes has shape \(2,\); expected \[4\], one slope per query head",
+    ),
     "out of other shape": (
         ShapeError,
         {"out": zeros(4, 4, 32)},

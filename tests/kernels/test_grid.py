@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from magi_serve import (
     AttentionSlices,
@@ -59,6 +60,7 @@ class Shape:
     max_logits: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: ScaleKind = "none"
+    alibi: bool = False
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")
@@ -66,6 +68,7 @@ class Shape:
             "sink" * self.sink,
             f"cap{self.softcap:g}" * bool(self.softcap),
             "max" * self.max_logits,
+            "alibi" * self.alibi,
             f"{self.kv_dtype}-{self.kv_scales}".removeprefix("torch.") if self.kv_dtype else "",
         ]
         dtype = str(self.dtype).removeprefix("torch.")
@@ -91,6 +94,10 @@ SHAPES = [
     Shape(9, 3, 64, 16, "vllm", FP32),
     Shape(8, 2, 128, 32, "nhd", FP32, sink=True, softcap=30.0),
     Shape(4, 1, 256, 48, "hnd", FP32, max_logits=True),
+    Shape(71, 1, 64, 16, "vllm", BF16, alibi=True),
+    Shape(6, 6, 128, 64, "nhd", FP16, alibi=True, sink=True, softcap=20.0, max_logits=True),
+    Shape(12, 2, 80, 16, "hnd", FP32, alibi=True, sink=True),
+    Shape(16, 4, 64, 16, "vllm", BF16, alibi=True, kv_dtype=E4M3, kv_scales="token"),
     Shape(32, 8, 128, 16, "vllm", BF16, kv_dtype=E4M3, kv_scales="head"),
     Shape(64, 8, 64, 16, "vllm", BF16, sink=True, kv_dtype=E4M3, kv_scales="head"),
     Shape(8, 2, 256, 64, "nhd", BF16, softcap=30.0, kv_dtype=E5M2, max_logits=True),
@@ -116,6 +123,7 @@ def skip_unless_able(place: Place, shape: Shape) -> None:
         head_dim_v=shape.head_dim_v or shape.head_dim,
         page_size=shape.page_size,
         kv_scales=shape.kv_scales,
+        alibi=shape.alibi,
     )
     if place.kernel == "triton" and place.device == "cuda" and shape in ALIKE:
         pytest.skip("too like another shape to be worth the time to compile")
@@ -193,6 +201,14 @@ def masks(draw: st.DrawFn, batch: PagedBatch) -> dict[str, object]:
     return {"causal": causal, "window": window, "spans": spans}
 
 
+def slopes_of(shape: Shape, place: Place) -> Tensor | None:
+    """ALiBi's slopes as models have them: from 2^-0.5 down, each head another."""
+    if not shape.alibi:
+        return None
+    powers = torch.linspace(-0.5, -8, shape.num_q_heads, device=place.device)
+    return torch.exp2(powers)
+
+
 @shapes
 def test_paged_attention_is_as_accurate_as_torch(any_place: Place, shape: Shape) -> None:
     skip_unless_able(any_place, shape)
@@ -209,6 +225,7 @@ def test_paged_attention_is_as_accurate_as_torch(any_place: Place, shape: Shape)
             max_logits=shape.max_logits,
             softcap=shape.softcap,
             sink=make_sink(kind, batch.num_tokens, shape.num_q_heads, device=any_place.device),
+            alibi_slopes=slopes_of(shape, any_place),
             **data.draw(masks(batch)),
         )
 
@@ -237,6 +254,7 @@ def any_shape(draw: st.DrawFn) -> Shape:
         sink=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 30.0])),
         max_logits=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         **draw(st.sampled_from(STORED)),
     )
 
@@ -255,6 +273,7 @@ def test_paged_attention_is_accurate_for_shapes_drawn_at_random(host_place: Plac
             max_logits=shape.max_logits,
             softcap=shape.softcap,
             sink=make_sink(kind, batch.num_tokens, shape.num_q_heads),
+            alibi_slopes=slopes_of(shape, host_place),
             **data.draw(masks(batch)),
         )
 

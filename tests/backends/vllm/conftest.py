@@ -37,6 +37,31 @@ def _config(name: str) -> Any:
         return t.LlamaConfig(intermediate_size=256, num_hidden_layers=2, head_dim=64, **common)
     if name == "qwen3":
         return t.Qwen3Config(intermediate_size=256, num_hidden_layers=2, head_dim=32, **common)
+    if name == "bloom":
+        return t.BloomConfig(
+            n_layer=2, n_head=6, **common | {"hidden_size": 192, "tie_word_embeddings": True}
+        )
+    if name == "mistral":
+        return t.MistralConfig(
+            intermediate_size=256, num_hidden_layers=2, head_dim=32, sliding_window=24, **common
+        )
+    if name == "phi3":
+        return t.Phi3Config(
+            intermediate_size=256, num_hidden_layers=2, partial_rotary_factor=0.5, **common
+        )
+    if name.startswith("gemma"):
+        configs = {"gemma2": t.Gemma2Config, "gemma3": t.Gemma3TextConfig}
+        common |= {"tie_word_embeddings": True}
+        return configs[name](
+            intermediate_size=256,
+            num_hidden_layers=4,
+            head_dim=32,
+            sliding_window=24,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            **{"attn_logit_softcapping": 5.0} if name == "gemma2" else {},
+            **common,
+        )
     if name.startswith("gptoss"):
         rope = {
             "rope_type": "yarn",
@@ -98,19 +123,15 @@ def _make(name: str, folder: Path) -> None:
     if name == "mla":
         config.save_pretrained(folder)
         return
-    classes = {
-        "llama": t.LlamaForCausalLM,
-        "qwen3": t.Qwen3ForCausalLM,
-        "bert": t.BertModel,
-        "modernbert": t.ModernBertModel,
-    }
+    kind = t.AutoModel if name in ENCODERS else t.AutoModelForCausalLM
     torch.manual_seed(0)
-    model = classes.get(name, t.GptOssForCausalLM)(config).to(torch.float32)
+    model = kind.from_config(config).to(torch.float32)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
             noise = torch.randn_like(p)
-            if "norm" in parameter_name:
-                p.copy_(1 + 0.1 * noise)
+            if "norm" in parameter_name or "ln_" in parameter_name:
+                # Gemma's norms multiply by 1 + weight.
+                p.copy_((0 if name.startswith("gemma") else 1) + 0.1 * noise)
             elif "sinks" in parameter_name:
                 p.copy_(1 + 1.5 * noise)
             else:
@@ -133,8 +154,9 @@ def _word_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), mla,
-    bert and modernbert (encoders; the latter's second and third layer have a window).
+    """The folder of a tiny random model: llama, qwen3, gptoss (sinks, alternating window), bloom
+    (ALiBi), mistral (window), phi3, gemma2 (soft cap, alternating window), gemma3, mla, bert and
+    modernbert (encoders; the latter's second and third layer have a window).
 
     gptoss-gpu is a larger gptoss; mla is a configuration without weights.
     """

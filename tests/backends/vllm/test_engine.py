@@ -16,7 +16,7 @@ from magi_serve.kernels.paged.reference import dequantise, quantise, token_scale
 pytestmark = pytest.mark.vllm
 
 IMPL = "magi_serve.backends.vllm.impl.MagiAttentionImpl"
-MODELS = ("llama", "qwen3", "gptoss")
+MODELS = ("llama", "qwen3", "gptoss", "bloom", "mistral", "phi3", "gemma2", "gemma3")
 OTHER_VERSIONS = Path(__file__).parents[3] / ".venv"
 
 
@@ -49,7 +49,7 @@ def assert_as_transformers(folder: str, results: list[dict[str, Any]]) -> None:
                 :, 0
             ]
             torch.testing.assert_close(
-                torch.tensor(result["prompt_logprobs"]), of_prompt, atol=1e-4, rtol=0
+                torch.tensor(result["prompt_logprobs"]), of_prompt, atol=1e-4, rtol=5e-5
             )
 
 
@@ -69,7 +69,8 @@ def ours(
     }
     report = drive(*jobs, engine("gptoss", run(prompts), speculative_config=drafts))
     results = report["engines"]
-    assert [e.get("error") for e in results] == [None] * 4, report["log"][-6000:]
+    failed = {e["error"] for e in results if "error" in e}
+    assert not failed, (failed, report["log"][-6000:])
     return {**dict(zip([*MODELS, "drafted"], results, strict=True)), "report": report}
 
 

@@ -155,6 +155,10 @@ class Batch:
         impl.do_kv_cache_update(layer, self.k, self.v, self.cache, metadata.slot_mapping)
         return impl.forward(layer, self.q, None, None, self.cache, metadata, output)
 
+    def bias(self, impl: MagiAttentionImpl, ahead: Tensor) -> Tensor | None:
+        slopes = impl._alibi_slopes
+        return None if slopes is None else -slopes.double()[:, None] * ahead.abs()[:, None]
+
     def check(
         self,
         out: Tensor,
@@ -184,6 +188,7 @@ class Batch:
                 softmax_scale=impl.scale,
                 softcap=impl.softcap,
                 sink=None if sinks is None else SinkSpec(sinks.double()),
+                bias=self.bias(impl, key - position),
             )
             torch.testing.assert_close(out[rows].double(), expected.out, atol=2e-5, rtol=0)
         assert (out[self.starts[-1] :] == 0).all()
@@ -227,6 +232,7 @@ FEATURES = {
     "plain": {},
     "sinks": {"sinks": SINKS},
     "window": {"sliding_window": 9},
+    "alibi": {"sinks": SINKS, "alibi_slopes": [0.5, 0.25, 0.1, 0.0]},
     "all": {"sinks": SINKS, "sliding_window": 9, "logits_soft_cap": 2.0},
 }
 
@@ -581,7 +587,8 @@ def test_sinks_are_kept_in_fp32_and_taken_over_again_in_place() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes"),
+        ({"alibi_slopes": [0.5] * HEADS, "use_alibi_sqrt": True}, "use_alibi_sqrt=True"),
+        ({"alibi_slopes": [0.5] * HEADS, "attn_type": "encoder_only"}, "not in an encoder"),
         ({"attn_type": AttentionType.ENCODER}, "encoder"),
         ({"chunk_lookback": 1}, "chunk_lookback=1"),
         ({"novelty": torch.ones(2)}, "novelty"),
@@ -597,9 +604,11 @@ def test_options_that_are_off_are_accepted() -> None:
     layer(chunk_lookback=-1, novelty=None, other=False, third=0)
 
 
-def test_sinks_of_another_head_count_are_refused() -> None:
+def test_sinks_or_slopes_of_another_head_count_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"sinks have shape \(3,\); expected \[4\]"):
         layer(sinks=torch.zeros(3))
+    with pytest.raises(ShapeError, match=r"alibi_slopes have shape \(3,\); expected \[4\]"):
+        layer(alibi_slopes=[0.5] * 3)
 
 
 def test_quantised_output_is_refused() -> None:
