@@ -48,6 +48,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "several sinks per token": {"sinks": 3, "sink_per_token": True},
     "sliding window": {"window": True},
     "soft cap": {"softcap": True},
+    "ALiBi": {"alibi": True},
     "max-logits": {"max_logits": True},
     "e4m3 pages, scale per head": {"kv_dtype": torch.float8_e4m3fn, "kv_scales": "head"},
     "e5m2 pages, scale per head": {"kv_dtype": torch.float8_e5m2, "kv_scales": "head"},

@@ -385,14 +385,16 @@ def num_sms(device: str) -> int:
 def tile_config(problem: AttentionProblem, regime: Regime, max_q_len: int) -> TileConfig:
     """Tuned tiles for `problem`: by regime, width of the dtype and padded head dim.
 
-    Decode tiles hold all query heads of a kv head for `max_q_len` rows, 16 to 64 matrix rows.
+    Decode tiles hold all query heads of a kv head for `max_q_len` rows, 16 to 64 matrix rows; no
+    more than 32, in fp32 16, at a head dim of 512, whose accumulator takes all registers.
     """
     rows = problem.num_q_heads // problem.num_kv_heads * max_q_len
-    decode_m = min(max(triton.next_power_of_2(rows), 16), 64)
-    kinds = tuning.kinds(problem, regime, wide=decode_m > 16)
     bits = 8 * (problem.q_dtype if problem.q_dtype == torch.float32 else problem.kv_dtype).itemsize
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v), 64)
-    found = tuning.row("triton", problem, kinds, bits=bits, dim=min(dim, 256))
+    most = 64 if dim < 512 else 16 if bits == 32 else 32
+    decode_m = min(max(triton.next_power_of_2(rows), 16), most)
+    kinds = tuning.kinds(problem, regime, wide=decode_m > 16)
+    found = tuning.row("triton", problem, kinds, bits=bits, dim=dim)
     assert found is not None
     entry: dict[str, Any] = dict(found)
     per_sm = entry.pop("programs_per_sm")

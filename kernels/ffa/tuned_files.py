@@ -109,7 +109,7 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Field]]] = {
 - ``waves``, ``min_share``: how finely keys are split, where they are; left out: `TileConfig`'s own.
 """
 
-DIMS: Mapping[str, tuple[int, ...]] = {"triton": (64, 128, 256), "hopper": (64, 128, 256)}
+DIMS: Mapping[str, tuple[int, ...]] = {"triton": (64, 128, 256, 512), "hopper": (64, 128, 256)}
 """The head dims that rows are for, by kernel."""
 
 

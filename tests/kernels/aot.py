@@ -256,6 +256,12 @@ def cases(arch: int, everything: bool) -> Iterator[tuple[str, Callable[[], None]
             yield paged(f"{kind} bf16 d80 page 16", bf16, (32, 32), 80, 16, decode=decode)
             yield paged(f"{kind} fp32 d128 page 16", fp32, (32, 8), 128, 16, decode=decode)
             yield paged(f"{kind} fp32 d256 page 16", fp32, (8, 4), 256, 16, decode=decode)
+            # At this width matrices are multiplied as on Ampere, everywhere but on Hopper.
+            yield paged(f"wide {kind} bf16 d512", bf16, (16, 2), 512, 16, decode=decode)
+            yield paged(f"wide {kind} fp32 d512", fp32, (4, 4), 512, 16, decode=decode)
+            yield stored(
+                f"wide {kind} bf16 d512 int8", bf16, (64, 1), 512, 16, kv_dtype=i8, scales="token"
+            )
             yield paged(
                 f"{kind} bf16 d64 page 16 ALiBi", bf16, (71, 1), 64, 16, decode=decode, alibi=True
             )
