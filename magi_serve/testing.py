@@ -494,6 +494,35 @@ def check_paged(
     return result
 
 
+OPTIONS = ("sink", "window", "softcap", "spans", "alibi_slopes")
+"""The options of `paged_attention` that change what is computed."""
+
+
+def check_that_it_counts(
+    option: str, batch: PagedBatch, *, kernel: str | None, num_decodes: int
+) -> None:
+    """`check_paged` with one of `OPTIONS` and without: the outputs must differ by over 5 %."""
+    device = batch.q.device
+    heads = batch.q.shape[1]
+    # Of keys after a row or, where it is the last one, of keys that the window hides.
+    ranges = [
+        [(max(0, n - q_len - 20), n)] for q_len, n in zip(batch.q_lens, batch.k_lens, strict=True)
+    ]
+    value: dict[str, Any] = {
+        "sink": SinkSpec(torch.full((heads,), 8.0, device=device)),
+        "window": (5, 0),
+        "softcap": 0.5,
+        "spans": BidirectionalSpans(ranges),
+        "alibi_slopes": torch.full((heads,), 0.5, device=device),
+    }
+    beside: dict[str, Any] = {"window": (5, 0)} if option == "spans" else {}
+    how: dict[str, Any] = {"kernel": kernel, "num_decodes": num_decodes}
+    plain = check_paged(batch, **how, **beside).out.float()
+    changed = check_paged(batch, **how, **beside, **{option: value[option]}).out.float()
+    change = float((changed - plain).norm() / plain.norm())
+    assert change > 0.05, f"{option} changes the output by {change:.3g} only"
+
+
 def check_slices(
     q: Tensor,
     k: Tensor,

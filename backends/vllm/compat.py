@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -79,9 +79,27 @@ def tells_spans() -> bool:
     return "mm_req_doc_ranges" in {field.name for field in fields}
 
 
-def has_spans(vllm_config: Any) -> bool:
-    """Whether the model's images are read both ways."""
-    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+Spans = Literal["none", "whole", "windowed"]
+"""What a layer sees of the image that a token belongs to: the keys before the token, the whole, or
+of those before the token what its window shows."""
+
+
+def spans_of_layer(layer: Any, vllm_config: Any) -> Spans:
+    """What `layer` sees of images, in a model that may read them both ways.
+
+    Where windows bound images in some layers (Gemma 4), the others are causal. vLLM tells its own
+    backends so by clearing their metadata in each forward pass, which replays of graphs skip.
+    """
+    if not getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+        return "none"
+    if _clamps(layer):
+        return "windowed"
+    made = vllm_config.compilation_config.static_forward_context.values()
+    return "none" if any(map(_clamps, made)) else "whole"
+
+
+def _clamps(layer: Any) -> bool:
+    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def spans_of(batch: Any) -> list[list[tuple[int, int]]] | None:
@@ -100,11 +118,6 @@ def spans_of(batch: Any) -> list[list[tuple[int, int]]] | None:
         first = past - (starts[seq + 1] - starts[seq])
         spans[seq] = [(a, b + 1) for a, b in ranges if a < past and first <= b]
     return spans if any(spans) else None
-
-
-def spans_within_window(layer: Any) -> bool:
-    """Whether a layer's window also bounds what is seen of a span."""
-    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:

@@ -171,6 +171,12 @@ class MagiAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vllm is untyped
             return output
         pages = self._pages.of(kv_cache, layer)
         plan = batch.plan_for(self.variant)
+        cleared = batch.mm_prefix_range is None
+        if plan.spans is not None and cleared and self.variant.spans == "whole":
+            raise _refusal(
+                "a model that reads images both ways in some layers",
+                "it hides them from this layer in a way that is not known",
+            )
         if self._alibi_slopes is not None:
             self._alibi_slopes = self._alibi_slopes.to(query.device)
         paged_attention(

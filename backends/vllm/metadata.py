@@ -41,8 +41,8 @@ class Variant(NamedTuple):
     quantised: compat.Stored | None
     """How the cache keeps keys and values, where not as its spec says."""
     alibi: bool = False
-    spans_within_window: bool = False
-    """Whether the window also bounds what is seen of a span of tokens that are read both ways."""
+    spans: compat.Spans = "none"
+    """What is seen of spans of tokens that are read both ways."""
 
     def band(self, causal: bool | Tensor) -> Window | None:
         """The window as our kernels take it; both ways where rows see what follows, as in vLLM."""
@@ -66,6 +66,9 @@ class MagiMetadata(AttentionMetadata):  # type: ignore[misc]  # vllm is untyped 
     """Masks over the packed new tokens, for layers without a cache; None for those with one."""
     kernel: str | None = None
     """The kernel that the settings force, for layers without a cache."""
+    mm_prefix_range: list[list[tuple[int, int]]] | None = None
+    """The spans that were planned for, under the name by which models clear them for some layers.
+    Variants know of that beforehand, so it is only checked."""
 
 
 class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vllm is untyped here
@@ -91,8 +94,8 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             self._prepare_encoder(compat.layers_of(vllm_config, layer_names))
             return
         for layer in compat.layers_of(vllm_config, layer_names):
-            if compat.has_spans(vllm_config) and compat.spans_within_window(layer):
-                layer.impl.variant = layer.impl.variant._replace(spans_within_window=True)
+            spans = compat.spans_of_layer(layer, vllm_config)
+            layer.impl.variant = layer.impl.variant._replace(spans=spans)
             self.variants.add(layer.impl.variant)
             layer.impl.kernel_name = self._planner(layer.impl.variant, True).spec.name
         for planner in self._planners.values():
@@ -121,7 +124,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                 device=self.device,
                 window=key[1],
                 kernel=self._kernel,
-                spans=compat.has_spans(self.vllm_config),
+                spans=variant.spans != "none",
             )
             self._check_served(planner.spec, planner.problem)
             self._planners[key] = planner
@@ -198,8 +201,10 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
         plans: dict[Variant, PagedPlan] = {}
 
         @functools.cache
-        def spans(within_window: bool) -> BidirectionalSpans | None:
-            return None if ranges is None else BidirectionalSpans(ranges, within_window)
+        def spans(kind: compat.Spans) -> BidirectionalSpans | None:
+            if ranges is None or kind == "none":
+                return None
+            return BidirectionalSpans(ranges, within_window=kind == "windowed")
 
         def plan_for(variant: Variant) -> PagedPlan:
             if variant not in plans:
@@ -213,7 +218,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
                     causal=batch.causal,
                     max_seqlen_k=batch.max_seq_len,
                     max_keys=batch.block_table_tensor.shape[1] * self.kv_cache_spec.block_size,
-                    spans=spans(variant.spans_within_window),
+                    spans=spans(variant.spans),
                 )
             return plans[variant]
 
@@ -227,6 +232,7 @@ class MagiMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vl
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             plan_for=plan_for,
+            mm_prefix_range=ranges,
         )
 
     def _build_encoder(self, batch: Any) -> MagiMetadata:

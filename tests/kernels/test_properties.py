@@ -17,6 +17,7 @@ from torch import Tensor
 from magi_serve import (
     AttentionOutput,
     AttentionSlices,
+    BidirectionalSpans,
     MaskType,
     PagedKV,
     SinkSpec,
@@ -27,11 +28,13 @@ from magi_serve import (
 from magi_serve.testing import (
     IN_INTERPRETER,
     LAYOUTS,
+    OPTIONS,
     Layout,
     PagedBatch,
     Place,
     check_paged,
     check_slices,
+    check_that_it_counts,
     examples,
     make_dense,
     make_paged,
@@ -412,7 +415,7 @@ def shares(place: Place, q_len: int, num_keys: int, decode: bool, **mask: Any) -
     key = torch.arange(num_keys, device=place.device)
     batch.kv.v[page[key // 16], key % 16, 0] = torch.eye(num_keys, width, device=place.device)
     planner = batch.planner(place.kernel, mask.get("window"))
-    plan = batch.plan(planner, int(decode), mask.get("causal", True))
+    plan = batch.plan(planner, int(decode), mask.get("causal", True), mask.get("spans"))
     out = paged_attention(
         batch.q, batch.kv, batch.cu_seqlens_q, kernel=place.kernel, plan=plan, **mask
     ).out
@@ -432,6 +435,26 @@ def test_a_window_of_w_means_the_key_itself_and_w_minus_1_before(place: Place, w
             wanted = even((key <= row) & (key > row - width))
             got = shares(place, q_len, num_keys, q_len == 1, window=(width - 1, 0))
             torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", [1, 40, 130])
+@pytest.mark.parametrize("within_window", [False, True], ids=["past window", "within window"])
+def test_an_image_may_be_larger_than_the_window(
+    place: Place, within_window: bool, q_len: int
+) -> None:
+    """And a chunk may begin or end within it: rows see what there is of it."""
+    ranges = [(1, 7), (7, 12), (20, 120), (125, 140)]
+    for num_keys in (119, 130):
+        rows = min(q_len, num_keys)
+        row, key = torch.arange(num_keys - rows, num_keys)[:, None], torch.arange(num_keys)[None]
+        in_window = key > row - 16
+        wanted = (key <= row) & in_window
+        for first, end in ranges:
+            both = (row >= first) & (row < end) & (key >= first) & (key < end)
+            wanted |= both & (in_window | (not within_window))
+        spans = BidirectionalSpans([ranges], within_window)
+        got = shares(place, rows, num_keys, rows == 1, window=(15, 0), spans=spans)
+        torch.testing.assert_close(got, even(wanted), atol=1e-6, rtol=1e-5)
 
 
 def test_windows_have_a_left_and_a_right_side(place: Place) -> None:
@@ -540,27 +563,23 @@ def test_lse_is_a_natural_logarithm(place: Place) -> None:
 # Delta tests
 
 
-@pytest.mark.parametrize("path", [*PATHS, "slices"])
-@pytest.mark.parametrize("option", ["sink", "window", "softcap"])
+@paths
+@pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_counts_on_every_path(any_place: Place, path: str, option: str) -> None:
-    if option == "window" and path == "slices":
-        pytest.skip("slices are the mask: they take no window")
-    value: dict[str, Any] = {
-        "sink": SinkSpec(torch.full((8,), 8.0)),
-        "window": (5, 0),
-        "softcap": 0.5,
-    }
+    if option == "alibi_slopes" and any_place.kernel == "hopper":
+        pytest.skip("is refused")
+    batch = batch_on(any_place, path)
+    check_that_it_counts(option, batch, kernel=any_place.kernel, num_decodes=num_decodes(path))
+
+
+@pytest.mark.parametrize("option", ["sink", "softcap"])
+def test_every_option_counts_under_slices(any_place: Place, option: str) -> None:
+    value: dict[str, Any] = {"sink": SinkSpec(torch.full((8,), 8.0)), "softcap": 0.5}
+    q, k, v = make_dense(33, 70, num_q_heads=8, dtype=any_place.dtype, device=any_place.device)
+    slices = AttentionSlices([(0, 33), (10, 33)], [(0, 20), (30, 70)], [0, 1])
+    plain = check_slices(q, k, v, slices, kernel=any_place.kernel)
     chosen = {option: value[option]}
-    if path == "slices":
-        q, k, v = make_dense(33, 70, num_q_heads=8, dtype=any_place.dtype, device=any_place.device)
-        slices = AttentionSlices([(0, 33), (10, 33)], [(0, 20), (30, 70)], [0, 1])
-        plain = check_slices(q, k, v, slices, kernel=any_place.kernel)
-        changed = check_slices(q, k, v, slices, kernel=any_place.kernel, **chosen)
-    else:
-        batch = batch_on(any_place, path)
-        count = num_decodes(path)
-        plain = check_paged(batch, kernel=any_place.kernel, num_decodes=count)
-        changed = check_paged(batch, kernel=any_place.kernel, num_decodes=count, **chosen)
+    changed = check_slices(q, k, v, slices, kernel=any_place.kernel, **chosen)
     change = (changed.out - plain.out).float().norm() / plain.out.float().norm()
     assert float(change) > 0.05
 

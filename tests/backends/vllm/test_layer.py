@@ -349,13 +349,33 @@ def test_images_are_read_both_ways(within_window: bool, features: str) -> None:
     assert (out[image] - blind[image]).norm() > 0.05 * out[image].norm()
 
 
-def test_layers_of_one_group_may_see_images_past_their_window_or_within() -> None:
-    past, within = layer(sliding_window=9), layer(sliding_window=9)
-    within.mm_prefix_clamp_sliding_window = True
+def test_where_windows_bound_images_layers_without_a_window_are_causal() -> None:
+    """As in Gemma 4, whatever the model clears in the metadata that all of them share."""
+    full, windowed = layer(), layer(sliding_window=9)
+    windowed.mm_prefix_clamp_sliding_window = True
     batch = Batch(MIXED, images=IMAGES)
-    metadata = builder(past, within, images=True).build(0, batch.common)
-    for one, is_within in ((past, False), (within, True)):
-        batch.check(Batch(MIXED).run(one, metadata), one.impl, within_window=is_within)
+    metadata = builder(full, windowed, images=True).build(0, batch.common)
+    metadata.mm_prefix_range = None
+    batch.check(Batch(MIXED).run(windowed, metadata), windowed.impl, within_window=True)
+    text = Batch(MIXED)
+    text.check(text.run(full, metadata), full.impl)
+
+
+def test_layers_with_and_without_a_window_see_the_whole_image() -> None:
+    """As in Gemma 3."""
+    layers = [layer(), layer(sliding_window=9)]
+    metadata = builder(*layers, images=True).build(0, Batch(MIXED, images=IMAGES).common)
+    for one in layers:
+        batch = Batch(MIXED, images=IMAGES)
+        batch.check(batch.run(one, metadata), one.impl)
+    metadata.mm_prefix_range = None
+    with pytest.raises(ArgumentError, match="it hides them from this layer in a way that is not"):
+        batch.run(layers[0], metadata)
+
+
+def test_a_model_that_reads_no_images_both_ways_ignores_their_spans() -> None:
+    one, batch, text = layer(), Batch(MIXED, images=IMAGES), Batch(MIXED)
+    text.check(batch.run(one, builder(one).build(0, batch.common)), one.impl)
 
 
 def test_spans_that_a_step_has_no_rows_in_are_left_out() -> None:
